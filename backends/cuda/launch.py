@@ -41,6 +41,8 @@ class Engine(Protocol):
         self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]
     ) -> None: ...
 
+    def capturing(self) -> bool: ...
+
 
 _engine: Engine | None = None
 deterministic = False
@@ -67,6 +69,11 @@ def load(device: int) -> None:
     """Loads the kernels on a device, if they run on devices."""
     if isinstance(_engine, Device):
         _engine.load(device)
+
+
+def capturing() -> bool:
+    """Whether a graph is being captured, during which the host cannot wait for the device."""
+    return _require().capturing()
 
 
 def multiprocessors() -> int:
@@ -230,6 +237,9 @@ class Device:
                     modules[id(cubin)] = self._driver.moduleLoadData(cubin)
                 functions[device, kernel] = self._driver.moduleGetFunction(modules[id(cubin)], name)
             self._functions.update(functions)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
     def _bind(self, device: int) -> int | None:
         """Makes the device's context current in this thread; returns the one to restore afterwards, None for none.

@@ -6,7 +6,7 @@ grouped_mm reads the sizes of the groups on the device; one product per group ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,18 @@ def grouped_linear(x: Tensor, weight: Tensor, group_sizes: Tensor) -> tuple[Tens
     return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends), (x, weight, ends)
 
 
+def _with_sizes_on_host(why_not: Callable[[Call], Sequence[str]]) -> Callable[[Call], Sequence[str]]:
+    """`why_not`, and a reason in a graph that is being captured, where the host cannot read the sizes of the groups."""
+
+    def refusals(call: Call) -> Sequence[str]:
+        given = list(why_not(call))
+        if launch.capturing():
+            given.append("a CUDA graph is being captured (one product per group needs the sizes on the host)")
+        return given
+
+    return refusals
+
+
 def _loop_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x [n, in] and weight [e, out, in] for dy [n, out], one product per group."""
     x, weight, group_sizes = residuals
@@ -73,7 +85,7 @@ def _loop_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]) -
     return dx, dweight
 
 
-@Cuda.impl(ops.grouped_linear, id="cuda/loop", why_not=refuses(ops.grouped_linear), bwd=_loop_bwd)
+@Cuda.impl(ops.grouped_linear, id="cuda/loop", why_not=_with_sizes_on_host(refuses(ops.grouped_linear)), bwd=_loop_bwd)
 def grouped_linear_by_loop(x: Tensor, weight: Tensor, group_sizes: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
     y = torch.empty(len(x), weight.shape[1], dtype=x.dtype, device=x.device)
     for expert, rows in filled_groups(group_sizes.tolist()):
@@ -84,7 +96,7 @@ def grouped_linear_by_loop(x: Tensor, weight: Tensor, group_sizes: Tensor) -> tu
 @Cuda.impl(
     ops.grouped_linear_wgrad,
     id="cuda/loop",
-    why_not=refuses(ops.grouped_linear_wgrad, "x", "dy", "main_grad"),
+    why_not=_with_sizes_on_host(refuses(ops.grouped_linear_wgrad, "x", "dy", "main_grad")),
 )
 def grouped_linear_wgrad(x: Tensor, dy: Tensor, group_sizes: Tensor, main_grad: Tensor) -> None:
     # grouped_mm rounds the product to x's dtype, so it would lose what main_grad is for.

@@ -27,12 +27,18 @@ DTYPES = (torch.bfloat16, torch.float32)
 MIB = 2**20
 
 
-def outcome(check: Callable[[], str]) -> str:
-    """The problem that a check finds, in one line."""
+class NotInGraphs(Exception):
+    """An implementation refuses calls that are captured in a graph, and says so."""
+
+
+def outcome(check: Callable[[], str]) -> dict[str, str]:
+    """The problem that a check finds, in one line, or why it cannot be made here."""
     try:
-        return check()
+        return {"problem": check()}
+    except NotInGraphs as refusal:
+        return {"absent": str(refusal).splitlines()[0]}
     except Exception as error:
-        return f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        return {"problem": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,13 @@ def _graph(backend: Any, op: Any, impl: Any) -> str:
     dys: list[Tensor] = []
     expected = _results(op, impl, *make(), dys)
     arguments, with_grad = make()
-    repeat = backend.capture(lambda: _results(op, impl, arguments, with_grad, dys))
+
+    def once() -> list[Tensor]:
+        if reasons := impl.refusals(op.Call(**arguments)):
+            raise NotInGraphs("; ".join(reasons))
+        return _results(op, impl, arguments, with_grad, dys)
+
+    repeat = backend.capture(once)
     # The capture has executed the call once, which matters for an op that writes in place.
     for (_, _, x), (_, _, original) in zip(tensors(arguments), tensors(make()[0])):
         x.detach().copy_(original)

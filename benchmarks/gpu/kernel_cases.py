@@ -306,14 +306,20 @@ def train_step(gpu: Gpu) -> Iterator[GpuCase]:
     tokens, labels = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     config = hal_gpt.config_of(layers, hidden, heads, length, vocabulary, bf16=True)
 
-    def plain(compiled: bool) -> Thunk:
+    def plain(compiled: bool, mode: str | None = None) -> Thunk:
         model = plain_gpt.PlainGPT(vocabulary, length, layers, hidden, heads).to(hal.device())
-        return plain_gpt.step_of(model, tokens, labels, bf16=True, compiled=compiled)
+        return plain_gpt.step_of(model, tokens, labels, bf16=True, compiled=compiled, mode=mode)
 
-    calls = {OURS: hal_gpt.step_of(config, hal.device(), tokens, labels), "torch": plain(False)}
-    calls["torch.compile"] = plain(True) if "compile" not in gpu.lacks else gpu.compile(plain)
-    shape = f"L{layers} H{hidden} S{length} B{batch} bf16"
-    yield GpuCase("training step", shape, calls, partial(_loss_error, config, tokens, labels))
+    def peer(mode: str | None = None) -> Thunk:
+        return gpu.compile(plain) if "compile" in gpu.lacks else plain(True, mode)
+
+    def step(recorded: bool = False) -> Thunk:
+        return hal_gpt.step_of(config, hal.device(), tokens, labels, recorded=recorded)
+
+    shape, check = f"L{layers} H{hidden} S{length} B{batch} bf16", partial(_loss_error, config, tokens, labels)
+    yield GpuCase("training step", shape, {OURS: step(), "torch": plain(False), "torch.compile": peer()}, check)
+    graphs = {OURS: step(recorded=True), "torch.compile with CUDA graphs": peer("reduce-overhead")}
+    yield GpuCase("training step, --cuda-graphs", shape, graphs, check)
 
 
 def _loss_error(config: Any, tokens: Tensor, labels: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+import hal
 from hal.model.config.schema import Config
 from hal.model.gpt.model import GPT
 from hal.model.training.optimizer import Optimizer
@@ -27,15 +28,26 @@ def config_of(layers: int, hidden: int, heads: int, length: int, vocabulary: int
     )
 
 
-def step_of(config: Config, device: torch.device, tokens: Tensor, labels: Tensor) -> Thunk:
-    """A function that does one training step of a new model on `tokens` and `labels` [b, s]."""
+def step_of(config: Config, device: torch.device, tokens: Tensor, labels: Tensor, *, recorded: bool = False) -> Thunk:
+    """A function that does one training step of a new model on `tokens` and `labels` [b, s].
+
+    recorded: forward and backward passes are one graph, as with --cuda-graphs.
+    """
     model = GPT(config, device)
     optimizer = Optimizer(config, dict(model.named_parameters()))
 
-    def step() -> None:
+    def gradients() -> None:
         optimizer.zero_grad()
         # As in the trainer, the loss writes its gradient over the logits.
         model.loss(model(tokens), labels, inplace_backward=True).backward()  # type: ignore[no-untyped-call]
+
+    repeat: Thunk | None = None
+
+    def step() -> None:
+        nonlocal repeat
+        if repeat is None:
+            repeat = hal.backend().capture(gradients) if recorded else gradients
+        repeat()
         optimizer.step(1e-4)
 
     return step

@@ -89,10 +89,15 @@ def with_weights_of(gpt: Any) -> PlainGPT:
     return plain
 
 
-def step_of(model: nn.Module, tokens: Tensor, labels: Tensor, *, bf16: bool, compiled: bool) -> Thunk:
-    """A function that does one training step: forward (under autocast if bf16), backward, fused AdamW."""
+def step_of(
+    model: nn.Module, tokens: Tensor, labels: Tensor, *, bf16: bool, compiled: bool, mode: str | None = None
+) -> Thunk:
+    """A function that does one training step: forward (under autocast if bf16), backward, fused AdamW.
+
+    mode: of torch.compile; "reduce-overhead" replays CUDA graphs.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    function = torch.compile(model, dynamic=False) if compiled else model
+    function = torch.compile(model, dynamic=False, mode=mode) if compiled else model
     device = tokens.device.type
 
     def step() -> None:

@@ -40,17 +40,19 @@ def with_signature_of(
             signature = signature.replace(parameters=kept)
         f = fragments(signature)
         scope: dict[str, Any] = {"_function": function, "_Call": op.Call, **f.scope}
-        arguments = []
+        arguments, skipped = [], False
         for name, parameter in inspect.signature(function).parameters.items():
             value = name
             if name in without:
+                skipped = True  # The positions of later parameters no longer agree.
                 continue
             if name in derived:
                 scope[f"_derive_{name}"] = derived[name]
                 value = f"_derive_{name}(_call)"
             else:
                 _require_parameters(op, [name], function)
-            arguments.append(f"{name}={value}" if parameter.kind is parameter.KEYWORD_ONLY else value)
+            by_name = skipped or parameter.kind is parameter.KEYWORD_ONLY
+            arguments.append(f"{name}={value}" if by_name else value)
         source = (
             f"def adapted({f.header}):\n"
             + (f"    _call = _Call({f.passed})\n" if derived else "")

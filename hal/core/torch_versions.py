@@ -23,9 +23,11 @@ def tags(*names: str) -> tuple[torch.Tag, ...]:
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces; False before 2.7, which cannot tell."""
-    ask = getattr(torch.compiler, "is_exporting", None)
-    return bool(ask()) if ask is not None else False
+    """Whether torch.export traces; False before 2.7, which cannot tell.
+
+    What torch.compiler.is_exporting() returns, except that torch.compile of 2.11 takes that call for True.
+    """
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
 
 
 def skip_frame(code: CodeType) -> None:

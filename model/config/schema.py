@@ -265,7 +265,9 @@ class Config:
         None, "CAP of the attention scores: CAP tanh(score / CAP), before masks (Gemma 2)"
     )
     shape_order: str = _opt(
-        "SBH", "tensor layout passed to flash_attention", choices=("SBH", "BSH", "SBND", "BSND", "BNSD")
+        "SBND",
+        "tensor layout passed to flash_attention; SBND, BSND and BNSD pass views",
+        choices=("SBH", "BSH", "SBND", "BSND", "BNSD"),
     )
     multi_latent_attention: bool = _opt(
         False, "keys and values of all heads are products of one small latent vector per token (DeepSeek-V2)"

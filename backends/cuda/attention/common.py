@@ -159,7 +159,13 @@ def register(
             lse = torch.full(q_BNQD.shape[:-1], -math.inf, dtype=torch.float32, device=q.device)
             if sinks is not None:
                 lse = lse.copy_(sinks[:, None])
-            saved = (False, q_BNQD, k_BGKD, v_BGKE, *(() if without else (bias, sinks)))
+            saved = (
+                False,
+                q_BNQD,
+                k_BGKD,
+                v_BGKE,
+                *(x for name, x in (("bias", bias), ("sinks", sinks)) if name in takes),
+            )
         lse = lse.detach()  # lse carries no gradient, see ops.flash_attention
         result: Any = as_given(out, spec.layout)
         if return_lse:

@@ -76,7 +76,11 @@ def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
     kernel = stand_ins.cudnn_backward if launch.simulated() else aten
     q, k, v, out, lse, seed, offset, starts_q, starts_k, max_q, max_k = saved
     state = (seed, offset, None, starts_q, starts_k, max_q, max_k)
-    dq, dk, dv = kernel(_readable(dout), q, k, v, out, lse, *state, 0.0, spec.causal, scale=spec.scale)
+    # torch keeps one plan per shape and layout of q, k and v. The strides of the first dout are part of the plan, but
+    # not of the key that it is found by (run_cudnn_SDP_bprop in torch's cudnn/MHA.cpp), so all get those of out.
+    if dout.stride() != out.stride() or readable(dout) is not dout:
+        dout = torch.empty_like(out).copy_(dout)
+    dq, dk, dv = kernel(dout, q, k, v, out, lse, *state, 0.0, spec.causal, scale=spec.scale)
     return dq, dk, dv
 
 

@@ -1,8 +1,9 @@
 """cuda/fused: HAL's own kernels (kernels/attention.cu): dropout with HAL's bits, and any window or mask, without scores
 in memory.
 
-They accept what torch's kernels refuse because of dropout, negative windows, scales that are not positive, and packed
-sequences in float32. 16-bit products run on tensor cores. Results repeat bit for bit.
+They accept what torch's kernels refuse: dropout, negative windows, scales that are not positive, packed sequences in
+float32, sinks, and heads of v that are narrower or wider than those of q and k (a tile is as wide as the wider of them,
+and its other columns are 0). 16-bit products run on tensor cores. Results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ BACKWARD = {(4, 64): 32, (4, 128): 16, (2, 64): 32, (2, 128): 32, (2, 256): 16}
 def _refuse(request: Request) -> Sequence[str]:
     spec, refusals = request.spec, []
     largest = LARGEST.get(request.dtype)
-    if largest is not None and spec.d > largest:
-        refusals.append(f"head size {spec.d} (fused takes up to {largest} in {request.dtype})")
+    if largest is not None and _widest(spec) > largest:
+        refusals.append(f"head size {_widest(spec)} (fused takes up to {largest} in {request.dtype})")
     if max(spec.sq, spec.skv) >= 2**31:
         refusals.append(f"{spec.sq} queries and {spec.skv} keys (fused counts them in 32 bits)")
     rng = spec.rng
     return [*refusals, *draw_reasons(rng, () if rng is None else rng.full_shape or ())]
+
+
+def _widest(spec: AttentionSpec) -> int:
+    return max(spec.d, spec.dv)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -55,13 +60,13 @@ def _view(x: Tensor) -> launch.Struct:
 def _shape(spec: AttentionSpec, cu_q: Tensor | None, cu_k: Tensor | None, *tensors: Tensor) -> launch.Struct:
     """struct Shape. tensors: those whose tiles are loaded or stored."""
     lanes = LANES[tensors[0].dtype]
-    vec = spec.d % lanes == 0 and all(
+    vec = spec.d % lanes == 0 == spec.dv % lanes and all(
         x.data_ptr() % 16 == 0 and all(s % lanes == 0 for s in x.stride()[:3]) for x in tensors
     )
-    sizes = (spec.batch, spec.heads, spec.group, spec.sq, spec.skv, spec.d)
+    sizes = (spec.batch, spec.heads, spec.group, spec.sq, spec.skv, spec.d, spec.dv)
     sequences = 0 if cu_q is None else cu_q.numel() - 1
     window = (bounded(spec.pre), bounded(spec.next), sequences, int(spec.top_left))
-    return launch.Struct("=6qd7q", *sizes, spec.scale, *window, cu_q, cu_k, int(vec))
+    return launch.Struct("=7qd7q", *sizes, spec.scale, *window, cu_q, cu_k, int(vec))
 
 
 def _mask(spec: AttentionSpec, mask: Tensor | None) -> launch.Struct:
@@ -85,7 +90,7 @@ def _dropout(spec: AttentionSpec) -> bytes:
 
 def _largest_head(spec: AttentionSpec) -> int:
     """D: the smallest head size with a kernel that is not below the call's."""
-    return next(d for d in (64, 128, 256) if d >= spec.d)
+    return next(d for d in (64, 128, 256) if d >= _widest(spec))
 
 
 def _blocks(heads: int, length: int, tile: int) -> tuple[int, int]:
@@ -96,10 +101,12 @@ def _blocks(heads: int, length: int, tile: int) -> tuple[int, int]:
 def _forward(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, given: Given
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
+    """out [b, n, sq, e], lse [b, n, sq], and what the backward pass needs."""
     q, k, v = (_dense(x) for x in (q, k, v))
     cu_q, cu_k = (None if cu is None else cu.contiguous() for cu in (given.cu_q, given.cu_k))
-    out, lse = torch.empty_like(q), torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    out = torch.empty_like(q) if spec.dv == spec.d else q.new_empty((*q.shape[:-1], spec.dv))
+    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    sinks = None if given.sinks is None else given.sinks.float().contiguous()
     head = _largest_head(spec)
     launch.run(
         f"attention_fwd<{TYPE[q.dtype]}, {head}>",
@@ -110,13 +117,14 @@ def _forward(
         _shape(spec, cu_q, cu_k, q, k, v, out),
         _mask(spec, given.mask),
         _dropout(spec),
+        sinks,
     )
-    return out, lse, (q, k, v, out, lse, given.mask, cu_q, cu_k)
+    return out, lse, (q, k, v, out, lse, given.mask, cu_q, cu_k, given.sinks)
 
 
-def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [b, n, sq, d], dk and dv [b, g, skv, d] from dout [b, n, sq, d]."""
-    q, k, v, out, lse, mask, cu_q, cu_k = saved
+def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tensor | None, ...]:
+    """dq [b, n, sq, d], dk [b, g, skv, d], dv [b, g, skv, e] and dsinks [n] from dout [b, n, sq, e]."""
+    q, k, v, out, lse, mask, cu_q, cu_k, sinks = saved
     dout, head = _dense(dout), _largest_head(spec)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     delta = torch.empty_like(lse)
@@ -131,11 +139,17 @@ def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
     launch.run(f"attention_dq{kind}", grid, 256, *_views(q, k, v, dout, dq), *how)
     grid = _blocks(spec.batch * spec.kv_heads, spec.skv, tile)
     launch.run(f"attention_dkv{kind}", grid, 256, *_views(q, k, v, dout, dk, dv), *how)
-    return dq, dk, dv
+    return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, delta)
+
+
+def _sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """dsinks [n]: the softmax's gradient for a key whose value is 0, so that only the sum's share of it remains."""
+    p = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks.float()[:, None] - lse))
+    return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _views(*tensors: Tensor) -> list[launch.Struct]:
     return [_view(x) for x in tensors]
 
 
-register(ID, refuse=_refuse, forward=_forward, backward=_backward, takes=("top_left",))
+register(ID, refuse=_refuse, forward=_forward, backward=_backward, takes=("top_left", "dv", "sinks"))

@@ -153,10 +153,24 @@ def cudnn_forward(
     *,
     scale: float,
 ) -> tuple[Any, ...]:
-    """torch's cuDNN attention: q [b, n, sq, d], k and v [b, g, skv, d]."""
+    """torch's cuDNN attention: q [b, n, sq, d], k and v [b, g, skv, d]; out has the layout of q."""
     out, lse = _softmax(q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
     state = torch.zeros((), dtype=torch.int64)
-    return out.to(q.dtype), lse[..., None], None, None, q.shape[2], k.shape[2], state, state, q.new_empty(0)
+    return (
+        torch.empty_like(q).copy_(out),
+        lse[..., None],
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        state,
+        state,
+        q.new_empty(0),
+    )
+
+
+_planned_strides: dict[Any, tuple[int, ...]] = {}
+"""The strides of dout in each plan of cudnn's backward pass: those of the first call that needs the plan."""
 
 
 def cudnn_backward(
@@ -178,7 +192,14 @@ def cudnn_backward(
     *,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Its backward pass: dq, dk and dv from dout and out [b, n, sq, d]."""
+    """Its backward pass: dq, dk and dv from dout and out [b, n, sq, d].
+
+    Raises RuntimeError where torch would read dout with the strides of an earlier one, and return wrong gradients.
+    """
+    plan = (is_causal, *((x.shape, x.stride(), x.dtype) for x in (q, k, v)))
+    planned = _planned_strides.setdefault(plan, dout.stride())
+    if planned != dout.stride():
+        raise RuntimeError(f"cudnn's plan for these shapes reads dout with strides {planned}, it has {dout.stride()}")
     return _grads(dout, q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
 
 

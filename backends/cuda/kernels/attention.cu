@@ -49,11 +49,11 @@ struct Mask {
 };
 
 struct Shape {
-    i64 batch, heads, group, sq, skv, d;
+    i64 batch, heads, group, sq, skv, d, dv;  // d: of q and k; dv: of v and out
     double scale;
     i64 pre, next, sequences, top_left;  // sequences: 0 if dense
     const int *cu_q, *cu_k;
-    i64 vec;  // whether rows start on 16-byte boundaries, with d a multiple of 16 bytes
+    i64 vec;  // whether rows start on 16-byte boundaries, with d and dv multiples of 16 bytes
 };
 
 // threshold 0: no dropout. draw.strides: of batch, head and query.
@@ -91,23 +91,23 @@ INLINE Interval interval_of(const Shape &s, i64 i) {
 
 // Divides a tile among the threads: f(its place in the tile, row and column of x, whether x has them, Width), in pieces
 // of 16 bytes where rows start on such boundaries.
-template <int ROWS, int D, int LD, class T, class F> INLINE void pieces(i64 first, i64 length, const Shape &s, F f) {
+template <int ROWS, int D, int LD, class T, class F> INLINE void pieces(i64 first, i64 length, i64 d, i64 vec, F f) {
     const auto in_steps_of = [&](auto w) {
         constexpr int W = decltype(w)::count;
 #pragma unroll 1
         for (int at = threadIdx.x; at < ROWS * (D / W); at += 256) {
             const int row = at / (D / W), j = at % (D / W) * W;
-            f(row * LD + j, first + row, j, first + row < length && j < (int)s.d, w);
+            f(row * LD + j, first + row, j, first + row < length && j < (int)d, w);
         }
     };
-    if (s.vec) in_steps_of(Width<Lanes<T>::count>{});
+    if (vec) in_steps_of(Width<Lanes<T>::count>{});
     else in_steps_of(Width<1>{});
 }
 
 // tile[ROWS][LD] = rows [first, first + ROWS) of x; zero outside of `length` rows and d columns.
 template <int ROWS, int D, int LD, class T>
-INLINE void load_tile(T *tile, const T *x, i64 stride, i64 first, i64 length, const Shape &s) {
-    pieces<ROWS, D, LD, T>(first, length, s, [&](int at, i64 row, int j, bool inside, auto w) {
+INLINE void load_tile(T *tile, const T *x, i64 stride, i64 first, i64 length, i64 d, i64 vec) {
+    pieces<ROWS, D, LD, T>(first, length, d, vec, [&](int at, i64 row, int j, bool inside, auto w) {
         if constexpr (decltype(w)::count == 1) {
             T value = {};
             if (inside) value = x[row * stride + j];
@@ -122,8 +122,8 @@ INLINE void load_tile(T *tile, const T *x, i64 stride, i64 first, i64 length, co
 
 // The opposite: rows [first, first + ROWS) of x, as far as it has them, become those of tile.
 template <int ROWS, int D, int LD, class T>
-INLINE void store_tile(const T *tile, T *x, i64 stride, i64 first, i64 length, const Shape &s) {
-    pieces<ROWS, D, LD, T>(first, length, s, [&](int at, i64 row, int j, bool inside, auto w) {
+INLINE void store_tile(const T *tile, T *x, i64 stride, i64 first, i64 length, i64 d, i64 vec) {
+    pieces<ROWS, D, LD, T>(first, length, d, vec, [&](int at, i64 row, int j, bool inside, auto w) {
         if (!inside) return;
         T *to = x + row * stride + j;
         if constexpr (decltype(w)::count == 1) *to = tile[at];
@@ -166,10 +166,11 @@ template <int ROWS> INLINE Interval range_of(const Interval *rows) {
     return {low < high ? low : 0, high};
 }
 
-// lse [batch][heads][sq], -inf for a query that sees no key.
+// lse [batch][heads][sq], -inf for a query that sees no key. sinks [heads] or 0: a sink is one more key, whose value is
+// 0 and which dropout keeps, so the running maximum and sum start from it. The backward pass needs it in lse only.
 template <class T, int D>
 __global__ void __launch_bounds__(256, 2)
-    attention_fwd(View q, View k, View v, View out, float *lse, Shape s, Mask mask, Dropout dropout) {
+    attention_fwd(View q, View k, View v, View out, float *lse, Shape s, Mask mask, Dropout dropout, const float *sinks) {
     constexpr int Q = Sizes<T, D>::FQ, K = Sizes<T, D>::FK, LD = D + Lanes<T>::count, LS = K + 1, LP = sizeof(T) == 4 ? LS : K + 2;
     constexpr int GROUPS = K / 4;  // threads per row of the softmax
     alignas(16) __shared__ T qs[Q * LD], ks[K * LD], vs[K * LD], ps[Q * LP];
@@ -181,19 +182,19 @@ __global__ void __launch_bounds__(256, 2)
     for (i64 item = blockIdx.x; item < work; item += gridDim.x) {
         const i64 first = item % tiles * Q, n = item / tiles % s.heads, b = item / tiles / s.heads;
         const T *keys = k.head<T>(b, n / s.group), *values = v.head<T>(b, n / s.group);
-        load_tile<Q, D, LD>(qs, q.head<T>(b, n), q.s, first, s.sq, s);
+        load_tile<Q, D, LD>(qs, q.head<T>(b, n), q.s, first, s.sq, s.d, s.vec);
         if (threadIdx.x < Q) {
             seen[threadIdx.x] = interval_of(s, first + threadIdx.x);
-            top[threadIdx.x] = -INFINITE;
-            sum[threadIdx.x] = 0.0f;
+            top[threadIdx.x] = sinks ? sinks[n] : -INFINITE;
+            sum[threadIdx.x] = sinks ? 1.0f : 0.0f;
         }
         __syncthreads();
         const Interval range = range_of<Q>(seen);
         Tile<T, Q, D> o;
         o.zero();
         for (i64 key = range.low / K * K; key < range.high; key += K) {
-            load_tile<K, D, LD>(ks, keys, k.s, key, s.skv, s);
-            load_tile<K, D, LD>(vs, values, v.s, key, s.skv, s);
+            load_tile<K, D, LD>(ks, keys, k.s, key, s.skv, s.d, s.vec);
+            load_tile<K, D, LD>(vs, values, v.s, key, s.skv, s.dv, s.vec);
             __syncthreads();
             Tile<T, Q, K> scores;
             scores.zero();
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(256, 2)
             from_float(sum[row] == 0.0f ? 0.0f : x / sum[row], qs[row * LD + column]);
         });
         __syncthreads();
-        store_tile<Q, D, LD>(qs, out.head<T>(b, n), out.s, first, s.sq, s);
+        store_tile<Q, D, LD>(qs, out.head<T>(b, n), out.s, first, s.sq, s.dv, s.vec);
         if (threadIdx.x < Q && first + threadIdx.x < s.sq)
             lse[(b * s.heads + n) * s.sq + first + threadIdx.x] =
                 sum[threadIdx.x] == 0.0f ? -INFINITE : top[threadIdx.x] + logf(sum[threadIdx.x]);
@@ -255,7 +256,7 @@ __global__ void __launch_bounds__(256) attention_delta(View dout, View out, floa
         const i64 i = r % s.sq, n = r / s.sq % s.heads, b = r / s.sq / s.heads;
         const T *x = dout.head<T>(b, n) + i * dout.s, *y = out.head<T>(b, n) + i * out.s;
         float total = 0.0f;
-        for (int j = lane; j < s.d; j += 32) total += to_float(x[j]) * to_float(y[j]);
+        for (int j = lane; j < s.dv; j += 32) total += to_float(x[j]) * to_float(y[j]);
 #pragma unroll
         for (int other = 16; other > 0; other /= 2) total += __shfl_xor_sync(0xffffffffu, total, other);
         if (lane == 0) delta[r] = total;
@@ -278,8 +279,8 @@ template <class T, int D>
 INLINE void load_queries(Backward<T, D> &m, const View &q, const View &dout, const float *lse, const float *delta,
                          const Shape &s, i64 b, i64 n, i64 first) {
     constexpr int B = Backward<T, D>::B, LD = Backward<T, D>::LD;
-    load_tile<B, D, LD>(m.q, q.head<T>(b, n), q.s, first, s.sq, s);
-    load_tile<B, D, LD>(m.dout, dout.head<T>(b, n), dout.s, first, s.sq, s);
+    load_tile<B, D, LD>(m.q, q.head<T>(b, n), q.s, first, s.sq, s.d, s.vec);
+    load_tile<B, D, LD>(m.dout, dout.head<T>(b, n), dout.s, first, s.sq, s.dv, s.vec);
     if (threadIdx.x < B && first + threadIdx.x < s.sq) {
         m.lse[threadIdx.x] = lse[(b * s.heads + n) * s.sq + first + threadIdx.x];
         m.delta[threadIdx.x] = delta[(b * s.heads + n) * s.sq + first + threadIdx.x];
@@ -291,12 +292,12 @@ template <class T, int D>
 INLINE void scores_of(Backward<T, D> &m, const Shape &s, const Mask &mask, const Dropout &dropout, i64 b, i64 n, i64 first,
                       i64 key) {
     constexpr int B = Backward<T, D>::B, LD = Backward<T, D>::LD, LS = Backward<T, D>::LS, LP = Backward<T, D>::LP;
-    const int depth = (int)(s.d + 15) / 16 * 16;
+    const int depth = (int)(s.d + 15) / 16 * 16, depth_v = (int)(s.dv + 15) / 16 * 16;
     const float scale = (float)s.scale;
     Tile<T, B, B> x, y;
     x.zero(), y.zero();
     x.template add<false, true>(m.q, LD, m.k, LD, depth);
-    y.template add<false, true>(m.dout, LD, m.v, LD, depth);
+    y.template add<false, true>(m.dout, LD, m.v, LD, depth_v);
     x.each([&](int row, int column, float &value) { m.s[row * LS + column] = value; });
     y.each([&](int row, int column, float &value) { m.dp[row * LS + column] = value; });
     __syncthreads();
@@ -332,8 +333,8 @@ __global__ void __launch_bounds__(256, 2) attention_dq(View q, View k, View v, V
         Tile<T, B, D> sum;
         sum.zero();
         for (i64 key = range.low / B * B; key < range.high; key += B) {
-            load_tile<B, D, LD>(m.k, k.head<T>(b, n / s.group), k.s, key, s.skv, s);
-            load_tile<B, D, LD>(m.v, v.head<T>(b, n / s.group), v.s, key, s.skv, s);
+            load_tile<B, D, LD>(m.k, k.head<T>(b, n / s.group), k.s, key, s.skv, s.d, s.vec);
+            load_tile<B, D, LD>(m.v, v.head<T>(b, n / s.group), v.s, key, s.skv, s.dv, s.vec);
             __syncthreads();
             scores_of(m, s, mask, dropout, b, n, first, key);
             sum.template add<false, false>(m.ds(), LP, m.k, LD, B);
@@ -341,7 +342,7 @@ __global__ void __launch_bounds__(256, 2) attention_dq(View q, View k, View v, V
         }
         sum.each([&](int row, int column, float &x) { from_float(x, m.q[row * LD + column]); });
         __syncthreads();
-        store_tile<B, D, LD>(m.q, dq.head<T>(b, n), dq.s, first, s.sq, s);
+        store_tile<B, D, LD>(m.q, dq.head<T>(b, n), dq.s, first, s.sq, s.d, s.vec);
         __syncthreads();
     }
 }
@@ -354,8 +355,8 @@ __global__ void __launch_bounds__(256, D == 64 ? 2 : 1) attention_dkv(View q, Vi
     const i64 tiles = (s.skv + B - 1) / B, kv_heads = s.heads / s.group, work = s.batch * kv_heads * tiles;
     for (i64 item = blockIdx.x; item < work; item += gridDim.x) {
         const i64 key = item % tiles * B, g = item / tiles % kv_heads, b = item / tiles / kv_heads;
-        load_tile<B, D, LD>(m.k, k.head<T>(b, g), k.s, key, s.skv, s);
-        load_tile<B, D, LD>(m.v, v.head<T>(b, g), v.s, key, s.skv, s);
+        load_tile<B, D, LD>(m.k, k.head<T>(b, g), k.s, key, s.skv, s.d, s.vec);
+        load_tile<B, D, LD>(m.v, v.head<T>(b, g), v.s, key, s.skv, s.dv, s.vec);
         Tile<T, B, D> of_k, of_v;
         of_k.zero(), of_v.zero();
         for (i64 n = g * s.group; n < (g + 1) * s.group; n++)
@@ -377,8 +378,8 @@ __global__ void __launch_bounds__(256, D == 64 ? 2 : 1) attention_dkv(View q, Vi
         of_k.each([&](int row, int column, float &x) { from_float(x, m.k[row * LD + column]); });
         of_v.each([&](int row, int column, float &x) { from_float(x, m.v[row * LD + column]); });
         __syncthreads();
-        store_tile<B, D, LD>(m.k, dk.head<T>(b, g), dk.s, key, s.skv, s);
-        store_tile<B, D, LD>(m.v, dv.head<T>(b, g), dv.s, key, s.skv, s);
+        store_tile<B, D, LD>(m.k, dk.head<T>(b, g), dk.s, key, s.skv, s.d, s.vec);
+        store_tile<B, D, LD>(m.v, dv.head<T>(b, g), dv.s, key, s.skv, s.dv, s.vec);
         __syncthreads();
     }
 }

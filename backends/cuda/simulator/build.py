@@ -65,7 +65,7 @@ def library(kernels: Path = KERNELS) -> Path:
     Raises BackendUnavailable when there is no compiler or it fails.
     """
     compiler = find_compiler()
-    flags = [*_FLAGS, *contraction(), "-O1"]  # -O2 and -g compile for twice as long; most runs are short
+    flags = [*_FLAGS, *contraction(), "-O1"]  # -O2 and -g take 1.6 times as long; most runs are short
     sources = [HERE / "runtime.cpp", *sorted(kernels.glob("*.cu"))]
     version = backend_tools.compiler_version(compiler)
     headers = [p.read_bytes() for p in [*sorted(kernels.glob("*.h")), HERE / "cuda_host.h"]]
@@ -149,6 +149,9 @@ class Simulator:
             yield
         finally:
             self._recording = None
+
+    def capturing(self) -> bool:
+        return self._recording is not None
 
     def launch(self, kernel: str, grid: tuple[int, int], threads: int, shared: int, parameters: Sequence[Any]) -> None:
         if self._recording is not None:

@@ -101,8 +101,9 @@ def _schedule(reading: Reading, given: Any) -> None:
     reading.set("lr_warmup_style", "deepspeed_linear" if shape == "linear" else "deepspeed_log", f"{key}.warmup_type")
     if "warmup_num_steps" not in auto:
         warmup = params.get("warmup_num_steps", 1000)
+        where = f"{key}.warmup_num_steps"
         # DeepSpeed makes at least two steps of it, also of 0, which is an error of its newest versions.
-        reading.set("lr_warmup_iters", max(2, int_of(warmup or 1, f"{reading.file}: {key}.warmup_num_steps")), key)
+        reading.set("lr_warmup_iters", max(2, int_of(warmup or 1, f"{reading.file}: {where}")), where)
     if kind != "WarmupLR" and "total_num_steps" not in auto:
         if "total_num_steps" not in params:
             raise reading.refuse(f"{key}.total_num_steps", f"{kind} needs it")

@@ -8,7 +8,7 @@ output weights.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,12 @@ def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
     model = _at(content, "model", "arch", "type")
     if model in _OTHER_MODELS:
         raise reading.refuse("model.arch.type", f"{model!r}: {_OTHER_MODELS[model]}")
-    if model not in (*MODELS, None):
-        raise reading.refuse(
-            "model.arch.type", f"{model!r} is none of the models whose keys are known: {', '.join(MODELS)}"
-        )
-    _require_class(reading, _at(content, "model", "model_config") or {})
+    _require_known(reading, "model.arch.type", model, MODELS)
+    classes = _at(content, "model", "model_config", "architectures")
+    for name in classes if isinstance(classes, list) else [classes]:
+        _require_known(reading, ARCHITECTURES, name, (*MODELS, _QWEN3))
+        if name == _QWEN3:
+            _require_defaults(reading, content["model"]["model_config"])
     adapters = _at(content, "model", "model_config", "pet_config")
     if adapters is not None:
         kind = _at(adapters, "pet_type") or "adapters"
@@ -94,7 +95,7 @@ def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
         )
 
 
-_QWEN3 = "Qwen3ForCausalLM"
+ARCHITECTURES, _QWEN3 = "model.model_config.architectures", "Qwen3ForCausalLM"
 _QWEN3_KEYS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("intermediate_size", "vocab_size", "seq_length", "rms_norm_eps", "compute_dtype", "qk_layernorm"),
@@ -102,22 +103,18 @@ _QWEN3_KEYS = (
 """What a file of Qwen3 must give: without them, the defaults of its Qwen3Config hold, which are not HAL's."""
 
 
-def _require_class(reading: Reading, model: Mapping[Any, Any]) -> None:
-    """Raises ConfigError if model_config.architectures (since r1.6) is not a class whose keys are known."""
-    given = model.get("architectures")
-    names = given if isinstance(given, list) else [] if given is None else [given]
-    unknown = [name for name in names if name not in (_QWEN3, *MODELS)]
-    key = "model.model_config.architectures"
-    if unknown:
-        known = ", ".join((*MODELS, _QWEN3))
-        raise reading.refuse(
-            key, f"{', '.join(map(shown, unknown))} is none of the models whose keys are known: {known}"
-        )
-    if _QWEN3 not in names:
-        return
+def _require_known(reading: Reading, key: str, name: Any, known: Sequence[str]) -> None:
+    if name not in (*known, None):
+        raise reading.refuse(key, f"{shown(name)} is none of the models whose keys are known: {', '.join(known)}")
+
+
+def _require_defaults(reading: Reading, model: Mapping[Any, Any]) -> None:
+    """Raises ConfigError if a file of Qwen3 relies on defaults."""
     absent = [name for name in _QWEN3_KEYS if name not in model]
     if absent:
-        raise reading.refuse(key, f"{_QWEN3} has defaults for {', '.join(absent)} that HAL does not have; give them")
+        raise reading.refuse(
+            ARCHITECTURES, f"{_QWEN3} has defaults for {', '.join(absent)} that HAL does not have; give them"
+        )
     if model["qk_layernorm"] is not True:  # modeling_qwen3_train.py does not read the key
         raise reading.refuse("model.model_config.qk_layernorm", f"{_QWEN3} always has these norms; set it to True")
 

@@ -27,9 +27,9 @@ _LLAMA = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {},
-    "GPT-2, SBND": {"shape_order": "SBND"},
+    "GPT-2, SBH": {"shape_order": "SBH"},
     "Llama": _LLAMA,
-    "Llama, SBND": {**_LLAMA, "shape_order": "SBND"},
+    "Llama, SBH": {**_LLAMA, "shape_order": "SBH"},
 }
 
 VIEWS = {

@@ -56,3 +56,11 @@ def test_what_grouped_mm_refuses():
     why = hal.why(ops.grouped_linear, normal(4, 6), normal(2, 8, 6), torch.tensor([1, 3]))
     assert why.chosen == "cuda/loop"
     assert "rows of a multiple of 16 bytes" in str(why)
+
+
+def test_sizes_that_the_host_reads_are_refused_in_a_graph():
+    x, dy, total, sizes = normal(4, 6), normal(4, 8, seed=1), torch.zeros(2, 8, 6), torch.tensor([1, 3])
+    with pytest.raises(hal.UnsupportedOp, match="a CUDA graph is being captured"):
+        hal.backend().capture(lambda: ops.grouped_linear_wgrad(x, dy, sizes, total))
+    ops.grouped_linear_wgrad(x, dy, sizes, total.zero_())
+    torch.testing.assert_close(total[0], dy[:1].t() @ x[:1])

@@ -39,17 +39,10 @@ def trainer_of(tmp_path: Path, *words: str) -> Trainer:
 
 
 NO_DROPOUT = ("--attention-dropout", "0", "--hidden-dropout", "0")
-EXPERTS = [
-    "--disable-bias-linear",
-    "--num-experts",
-    "4",
-    "--moe-router-topk",
-    "2",
-    "--moe-aux-loss-coeff",
-    "0.01",
-    "--moe-z-loss-coeff",
-    "0.001",
-]
+EXPERTS = (
+    *("--disable-bias-linear", "--num-experts", "4", "--moe-router-topk", "2"),
+    *("--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "0.001"),
+)
 
 
 @pytest.mark.parametrize(

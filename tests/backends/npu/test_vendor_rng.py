@@ -99,6 +99,7 @@ def test_every_op_that_drops_uses_it(vendor: Npu) -> None:
 def test_without_the_option_there_is_none_of_it(npu: Npu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [i.id for op in hal.OPS.values() for i in npu.implementations(op) if i.id.endswith(vendor_rng.SUFFIX)]
     assert hal.why(ops.dropout, torch.ones(3).npu(), 0.5, Rng(1)).chosen == "npu/philox"
+    assert not npu.capabilities().attention_dropout
     with pytest.raises(hal.HalError, match="rng='cuda'"):
         Npu(simulate=True, rng="cuda")
     monkeypatch.setenv("HAL_NPU_RNG", "cuda")
@@ -123,7 +124,7 @@ def test_recomputation_draws_the_same_numbers(vendor: Npu) -> None:
 def test_attention_with_dropout_is_few_operations_and_little_memory(vendor: Npu) -> None:
     """Forward and backward: fewer than 20 device operations, and less memory than three times the inputs."""
     machine = simulator.running()
-    assert machine is not None
+    assert machine is not None and vendor.capabilities().attention_dropout
     q, k, v, dy = (torch.randn(1, 4, 1024, 64, dtype=torch.bfloat16).npu() for _ in range(4))
     for x in (q, k, v):
         x.requires_grad_()

@@ -47,12 +47,22 @@ NEED_A_GPU = {"streams", "cuBLAS", "clocks"}
 def test_the_checks_of_a_device_make_valid_calls_of_every_implementation(fake, monkeypatch):
     monkeypatch.setattr(gpu_checks, "_no_scores", lambda backend: "")
     checks = [check for check in gpu_checks.checks(fake) if check.needs not in NEED_A_GPU - {"clocks"}]
-    problems = {check.name: gpu_checks.outcome(check.run) for check in checks}
-    assert {name for name, problem in problems.items() if problem} == {"memory statistics"}
-    assert "64 MiB show as [0, 67108864] bytes" in problems["memory statistics"]
-    assert sum(name.startswith("graph of") for name in problems) == sum(
+    outcomes = {check.name: gpu_checks.outcome(check.run) for check in checks}
+    problems = {name: row["problem"] for name, row in outcomes.items() if row.get("problem")}
+    assert list(problems) == ["memory statistics"] and "64 MiB show as [0, 67108864] bytes" in str(problems)
+    assert sum(name.startswith("graph of") for name in outcomes) == sum(
         len(fake.implementations(op)) for op in hal.OPS.values()
     )
+
+
+def test_an_implementation_that_refuses_graphs_is_absent(fake, monkeypatch):
+    check = next(c for c in gpu_checks.checks(fake) if c.name == "graph of grouped_linear_wgrad cuda/loop")
+    assert gpu_checks.outcome(check.run) == {"problem": ""}
+    monkeypatch.setattr(launch, "capturing", lambda: True)
+    assert list(gpu_checks.outcome(check.run)) == ["problem"]  # it accepts no call at all
+    capturing = iter([False, *[True] * 9])
+    monkeypatch.setattr(launch, "capturing", lambda: next(capturing))
+    assert "a CUDA graph is being captured" in gpu_checks.outcome(check.run)["absent"]
 
 
 def test_a_rehearsal_says_which_checks_it_cannot_run(fake, monkeypatch):

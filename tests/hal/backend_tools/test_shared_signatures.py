@@ -39,6 +39,16 @@ def test_a_function_of_some_parameters_gets_the_signature_and_its_own_values(op:
     assert call(op, adapted, arguments(op)) == (f"the {subset[0]}", f"the {subset[1]}")
 
 
+def test_a_parameter_left_out_does_not_move_those_behind_it() -> None:
+    names = list(ops.flash_attention.signature.parameters)
+    left_out, behind = names[-2:]
+    function = eval(f"lambda {left_out}='its default', {behind}=None: ({left_out}, {behind})")
+    adapted = with_signature_of(ops.flash_attention, without=(left_out,))(function)
+    given = {name: f"the {name}" for name in names if name != left_out}
+    q, k, v = (given.pop(name) for name in "qkv")
+    assert adapted(q, k, v, **given) == ("its default", f"the {behind}")
+
+
 def test_parameters_left_out_are_refused_and_need_no_gradient() -> None:
     class Without(HostBackend):
         name = "without"

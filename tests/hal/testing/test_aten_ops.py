@@ -54,7 +54,7 @@ def test_a_new_call_of_the_trainer_is_noticed(monkeypatch):
 
 @pytest.mark.parametrize("shape", golden.SHAPES)
 def test_the_recording_device_trains_like_the_references(shape):
-    """Not bit for bit: on Intel processors the last bits of MKL's products depend on the alignment of the operands."""
+    """Not bit for bit: on Intel processors MKL's products differ in their last bits, unless MKL_CBWR=COMPATIBLE."""
     trace, operations = recording_of(lambda: golden.train(shape, torch.float32, 3))
     with hal.activated(Reference()):
         expected = golden.train(shape, torch.float32, 3)

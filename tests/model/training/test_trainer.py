@@ -21,6 +21,7 @@ from hal.model.apps.convert import hal_format
 from hal.model.checkpoint import reader
 from hal.model.config.command_line import parse
 from hal.model.config.schema import ConfigError
+from hal.model.gpt.float8 import delayed_scales
 from hal.model.gpt.model import GPT
 from hal.model.parallel import document_mask
 from hal.model.training import pipeline
@@ -175,6 +176,15 @@ def test_a_resumed_run_continues_with_the_scales_of_earlier_iterations(tiny, tmp
     other = start(tiny(**{**options, "fp8_recipe": "tensorwise"}))
     other.save(tmp_path / "other")
     after.load(tmp_path / "other")
+
+
+def test_an_iteration_forgets_the_magnitudes_that_were_recorded_before_it(tiny):
+    """As those of an evaluation are."""
+    plain, disturbed = (start(tiny(**BF16, fp8_format="hybrid")) for _ in range(2))
+    assert steps(plain, 1) == steps(disturbed, 1)
+    for scales in delayed_scales(disturbed.model):
+        scales.recorded.fill_(1e3)
+    assert steps(plain, 3) == steps(disturbed, 3)
 
 
 @pytest.mark.parametrize("low", [BF16, FP16], ids=["bf16", "fp16"])

@@ -245,3 +245,9 @@ def test_classes_whose_defaults_or_keys_are_not_known(tmp_path, changes, message
     model = {"model_config": {**QWEN3["model"]["model_config"], **known, **changes}}
     with pytest.raises(ConfigError, match=message):
         parse(["--config", str(trainer_file(tmp_path, model=model))], {})
+
+
+@pytest.mark.parametrize("section", [["architectures"], "Qwen3ForCausalLM", 3])
+def test_a_model_config_that_is_no_section_is_refused(tmp_path, section):
+    with pytest.raises(ConfigError, match="model_config"):
+        parse(["--config", str(trainer_file(tmp_path, model={"model_config": section}))], {})
