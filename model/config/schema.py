@@ -468,6 +468,9 @@ class Config:
     adam_bias_correction: bool = _opt(
         True, "divide the moments by 1 - beta^step, as Adam does", no="no-adam-bias-correction"
     )
+    adam_eps_before_correction: bool = _opt(
+        False, "add epsilon to the root of the second moment before its bias correction, as TensorFlow's Adam does"
+    )
     clip_grad: float = _opt(1.0, "maximum gradient norm; 0 disables clipping", ">= 0")
     loss_scale: float | None = _opt(None, "constant loss scale (fp16); default dynamic")
     initial_loss_scale: float = _opt(2.0**32, "initial dynamic loss scale (fp16)")

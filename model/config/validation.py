@@ -355,6 +355,7 @@ def idle(c: Config) -> Iterator[str]:
         ("lr_warmup_init lr_warmup_style", learning_rate_samples(c)[0] > 0, "--lr-warmup-iters"),
         ("lr_wsd_decay_style lr_wsd_decay_iters lr_wsd_decay_samples", wsd, "--lr-decay-style WSD"),
         ("decoupled_min_lr", c.decoupled_lr is not None, "--decoupled-lr"),
+        ("adam_eps_before_correction", c.adam_bias_correction, "bias correction, not --no-adam-bias-correction"),
         ("weight_decay", not ramp, "--weight-decay-incr-style constant"),
         ("rope_scaling_factor", c.use_rope_scaling, "--use-rope-scaling"),
         ("eval_interval", evaluates(c) or not c.eval_iters, "--split with validation data"),

@@ -7,6 +7,7 @@ HAL (unscale_and_check, l2norm, adamw), each of which processes all tensors in o
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -179,6 +180,10 @@ class Optimizer:
         c, grads = self.config, self.grads()
         self.steps += 1
         decay = c.weight_decay if weight_decay is None else weight_decay
+        eps = c.adam_eps
+        if c.adam_eps_before_correction:
+            # sqrt(v) + eps, divided by the root of the correction, is the root of the corrected v plus this.
+            eps /= math.sqrt(1 - c.adam_beta2 ** (self.steps if c.adam_bias_correction else UNCORRECTED))
         for group, decayed, own in self.groups:
             names = [n for n in group if n in grads]
             if not names:
@@ -192,7 +197,7 @@ class Optimizer:
                 lr=decoupled_lr if own and decoupled_lr is not None else lr,
                 beta1=c.adam_beta1,
                 beta2=c.adam_beta2,
-                eps=c.adam_eps,
+                eps=eps,
                 weight_decay=decay if decayed else 0.0,
                 model_params=[local(self.model[n]) for n in names] if self.low else None,
                 clip_factor=clip_factor,

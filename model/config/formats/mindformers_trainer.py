@@ -16,7 +16,7 @@ from hal.untrusted import shown
 
 from ..schema import ConfigError, collecting
 from .mindspeed import CHOICES, biases, residual
-from .rules import MICROBATCHES, Reading, Rule, choices, load_rules, number_of, take
+from .rules import MICROBATCHES, Reading, Rule, load_rules, number_of, take
 from .stage_lists import recomputation
 
 SECTIONS = ("run_mode", "runner_config", "runner_wrapper", "lr_schedule")
@@ -43,8 +43,10 @@ _OTHER_MODELS = {
 @functools.cache
 def rules() -> dict[str, Rule]:
     """The rule of every key, and of sections."""
-    functions: dict[str, Rule] = {"profile_start_step": _profile_start_step, "optimizer_type": _optimizer_type}
-    return load_rules(Path(__file__).with_name("mindformers_trainer.yaml"), CHOICES, functions)
+    functions: dict[str, Rule] = {"profile_start_step": _profile_start_step}
+    return load_rules(
+        Path(__file__).with_name("mindformers_trainer.yaml"), {**CHOICES, "optimizers": _OPTIMIZERS}, functions
+    )
 
 
 def _profile_start_step(reading: Reading, key: str, value: Any) -> None:
@@ -52,24 +54,15 @@ def _profile_start_step(reading: Reading, key: str, value: Any) -> None:
     reading.set("profile_step_start", _whole(reading, value, key, least=1) - 1, key)
 
 
-_CORRECTS_MOMENTS = {
-    "AdamW": True,
-    "AdamWeightDecay": False,
-    "FP32StateAdamWeightDecay": False,
-    "FusedAdamWeightDecay": False,
+_OPTIMIZERS = {
+    "AdamW": {"adam_bias_correction": True},
+    "AdamWeightDecayX": {"adam_bias_correction": True, "adam_eps_before_correction": True},
+    "AdamWeightDecay": {"adam_bias_correction": False},
+    "FP32StateAdamWeightDecay": {"adam_bias_correction": False},
+    "FusedAdamWeightDecay": {"adam_bias_correction": False},
 }
 """MindSpore's AdamWeightDecay and its variants in core/optim/optim.py do not correct the moments; core/optim/adamw.py
-does."""
-
-
-def _optimizer_type(reading: Reading, key: str, value: Any) -> None:
-    if value == "AdamWeightDecayX":  # research/qwen/optim.py
-        raise reading.refuse(
-            key,
-            f"{value!r} adds eps to the root of the second moment before it corrects that moment, so that the first "
-            "updates are smaller. HAL's AdamW adds it afterwards, as MindFormers' AdamW does; give that as the type",
-        )
-    choices("adam_bias_correction", _CORRECTS_MOMENTS)(reading, key, value)
+does, and so does research/qwen/optim.py, which adds epsilon before."""
 
 
 def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:

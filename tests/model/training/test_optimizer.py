@@ -74,6 +74,20 @@ def test_without_bias_correction_the_moments_are_used_as_they_are(cpu_ref):
         torch.testing.assert_close(optimizer.model["layer.weight"].detach(), torch.full((2, 2), weight))
 
 
+def test_epsilon_before_the_correction_of_the_second_moment(cpu_ref):
+    """MindFormers' AdamWeightDecayX (research/qwen): m / (sqrt(v) + eps) * sqrt(1 - beta2^t) / (1 - beta1^t)."""
+    options = {"adam_eps": 0.05, "adam_eps_before_correction": True}
+    optimizer = optimizer_of(weight_decay=0.0, clip_grad=0.0, **options)
+    weight, m, v = 1.0, 0.0, 0.0
+    for step, gradient in ((1, 3.0), (2, -2.0)):
+        backward(optimizer, gradient)
+        optimizer.step(0.1)
+        optimizer.zero_grad()
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        weight -= 0.1 * m / (v**0.5 + 0.05) * (1 - 0.999**step) ** 0.5 / (1 - 0.9**step)
+        torch.testing.assert_close(optimizer.model["layer.weight"].detach(), torch.full((2, 2), weight))
+
+
 def test_no_decay_is_for_biases_of_any_shape_and_for_vectors():
     matrix, vector = torch.zeros(2, 2), torch.zeros(2)
     named = (("a.weight", matrix), ("a.weight", vector), ("a.bias", matrix), ("a.bias", vector))

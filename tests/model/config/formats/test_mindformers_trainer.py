@@ -211,10 +211,16 @@ def test_a_qwen_of_mindformers(tmp_path):
     assert sum("QwenForCausalLM does not read it" in note for note in config.notes) == 4
 
 
+def test_an_epsilon_before_the_correction(tmp_path):
+    """The optimizer of research/qwen/optim.py and research/yi (v1.3.2)."""
+    config = llama_file(tmp_path, "--data-path", "x", optimizer={"type": "AdamWeightDecayX", "beta1": 0.8})
+    assert (config.adam_bias_correction, config.adam_eps_before_correction) == (True, True)
+    assert (config.adam_eps, config.adam_beta1) == (1e-8, 0.8)
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"optimizer": {"type": "AdamWeightDecayX"}}, "adds eps to the root of the second moment before it corrects"),
         ({"optimizer": {"type": "Came"}}, "'Came' is not one of AdamW, AdamWeightDecay"),
         ({"pretrained_model_dir": "x"}, "'x' cannot be followed: the model is described by the config.json"),
     ],
