@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,19 +30,37 @@ def draw_of(rng: Rng, shape: Sequence[int], width: int) -> tuple[bytes, int, boo
             "it a longer last dimension"
         )
     whole = not any(n % 4 for n in (index0, *(stride for size, stride in zip(sizes, strides) if size > 1)))
-    return struct.pack("=QQq4q3q", rng.seed, rng.offset, index0, *sizes, *strides), rows, whole
+    return packed_draw(rng.seed, rng.offset, index0, sizes, strides), rows, whole
+
+
+def packed_draw(seed: int, offset: int, index0: int, sizes: Sequence[int], strides: Sequence[int]) -> bytes:
+    """struct Draw of kernels/common.h; sizes has four numbers, strides three."""
+    return _round_keys(seed) + struct.pack("=Qq4q3q", offset, index0, *sizes, *strides)
+
+
+@lru_cache(maxsize=64)
+def _round_keys(seed: int) -> bytes:
+    """The two keys of each of the ten rounds of Philox4x32-10, as u32 keys[10][2] of kernels/common.h."""
+    words = ((seed + i * 0x9E3779B9, (seed >> 32) + i * 0xBB67AE85) for i in range(10))
+    return struct.pack("=20I", *(word & 0xFFFFFFFF for pair in words for word in pair))
 
 
 def draw_width(rng: Rng | None, shape: Sequence[int]) -> int:
-    """The row width of a draw that no other tensor determines: all elements, or the last dimension of a block."""
-    return math.prod(shape) if rng is None or rng.full_shape is None or not shape else shape[-1]
+    """The row width of a draw that no other tensor determines: the last dimension of a block; of a full draw, as many
+    dimensions as make rows of whole vectors and at least 2,048 elements, so that each thread has several to load."""
+    width = 1
+    for size in reversed(shape):
+        width *= size
+        if (rng is not None and rng.full_shape is not None) or (width >= 2048 and width % 16 == 0):
+            break
+    return width
 
 
 def run_dropout(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, y: Tensor, p: float, rng: Rng, width: int
 ) -> None:
-    """y = residual + dropout(x + bias), all contiguous; `width` is the length of rows, and of bias. Without a residual,
-    y has the dtype of x."""
+    """y = residual + dropout(x + bias), all contiguous; `width` is the length of rows, and of bias. Without a residual
+    there is no bias, and y has the dtype of x."""
     if not y.numel():
         return
     draw, rows, whole = draw_of(rng, y.shape, width)

@@ -19,6 +19,7 @@ from hal import dropout_threshold
 from hal.backend_tools import AttentionSpec, bounded, draw_reasons, draw_steps
 
 from .. import launch
+from ..random import packed_draw
 from ..tensors import LANES, TYPE
 from .common import Given, Request, register
 
@@ -80,12 +81,11 @@ def _mask(spec: AttentionSpec, mask: Tensor | None) -> launch.Struct:
 def _dropout(spec: AttentionSpec) -> bytes:
     """struct Dropout."""
     if spec.rng is None:
-        return struct.pack("=QQq4q3qqd", *(0,) * 11, 1.0)
+        return packed_draw(0, 0, 0, (0,) * 4, (0,) * 3) + struct.pack("=qd", 0, 1.0)
     shape = (spec.heads, spec.sq, spec.skv) if spec.packed else (spec.batch, spec.heads, spec.sq, spec.skv)
     index0, *strides = draw_steps(spec.rng, shape)
-    seed = (spec.rng.seed, spec.rng.offset)
-    how = (dropout_threshold(spec.dropout_p), 1.0 / (1.0 - spec.dropout_p))
-    return struct.pack("=QQq4q3qqd", *seed, index0, 1, 1, 1, 1, *strides, *how)
+    draw = packed_draw(spec.rng.seed, spec.rng.offset, index0, (1, 1, 1, 1), strides)
+    return draw + struct.pack("=qd", dropout_threshold(spec.dropout_p), 1.0 / (1.0 - spec.dropout_p))
 
 
 def _largest_head(spec: AttentionSpec) -> int:

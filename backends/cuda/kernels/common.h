@@ -217,8 +217,8 @@ template <int V, class F> INLINE void columns(i64 vec, i64 n, F f) {
 }
 
 // The rows of a column that belong to this block (its y coordinate): use(r, fetch(r)), see `staged`.
-template <int U, class Fetch, class Use> INLINE void column_rows(i64 rows, Fetch fetch, Use use) {
-    staged<U>((i64)blockIdx.y, rows, (i64)gridDim.y, fetch, use);
+template <int U, class I, class Fetch, class Use> INLINE void column_rows(I rows, Fetch fetch, Use use) {
+    staged<U>((I)blockIdx.y, rows, (I)gridDim.y, fetch, use);
 }
 
 template <int N> struct Floats {
@@ -304,8 +304,11 @@ template <int N> INLINE void log_sum_add(Floats<2> &acc, const float (&s)[N]) {
 }
 
 // A draw as rows: element (a, b, c, column) has index index0 + a strides[0] + b strides[1] + c strides[2] + column.
+// keys: the two keys of each of Philox's rounds (random.py). As kernel parameters they are operands of the instructions
+// that use them; computed here, they cost two additions per round and block of numbers.
 struct Draw {
-    u64 seed, offset;
+    u32 keys[10][2];
+    u64 offset;
     i64 index0, sizes[4], strides[3];
     INLINE i64 rows() const { return sizes[0] * sizes[1] * sizes[2]; }
 };
@@ -331,9 +334,8 @@ struct DrawRows {
     }
 };
 
-// Philox4x32-10 (Salmon et al., SC 2011): the four words of B counters from `counter` on, which share the round keys.
-template <int B> INLINE void philox(u64 seed, u64 counter, u32 (&x)[B][4]) {
-    u32 k0 = (u32)seed, k1 = (u32)(seed >> 32);
+// Philox4x32-10 (Salmon et al., SC 2011): the four words of B counters from `counter` on.
+template <int B> INLINE void philox(const Draw &draw, u64 counter, u32 (&x)[B][4]) {
 #pragma unroll
     for (int b = 0; b < B; b++) x[b][0] = (u32)(counter + b), x[b][1] = (u32)((counter + b) >> 32), x[b][2] = 0, x[b][3] = 0;
 #pragma unroll
@@ -341,17 +343,17 @@ template <int B> INLINE void philox(u64 seed, u64 counter, u32 (&x)[B][4]) {
 #pragma unroll
         for (int b = 0; b < B; b++) {
             const u64 p0 = (u64)x[b][0] * 0xD2511F53u, p1 = (u64)x[b][2] * 0xCD9E8D57u;
-            const u32 y0 = (u32)(p1 >> 32) ^ x[b][1] ^ k0, y2 = (u32)(p0 >> 32) ^ x[b][3] ^ k1;
+            const u32 y0 = (u32)(p1 >> 32) ^ x[b][1] ^ draw.keys[round][0];
+            const u32 y2 = (u32)(p0 >> 32) ^ x[b][3] ^ draw.keys[round][1];
             x[b][0] = y0, x[b][1] = (u32)p1, x[b][2] = y2, x[b][3] = (u32)p0;
         }
-        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
 }
 
 // bits[i] = the random word of element e + i of the draw, for e and N that are multiples of 4.
 template <int N> INLINE void philox_blocks(const Draw &draw, u64 e, u32 (&bits)[N]) {
     u32 x[N / 4][4];
-    philox(draw.seed, draw.offset + e / 4, x);
+    philox(draw, draw.offset + e / 4, x);
 #pragma unroll
     for (int i = 0; i < N; i++) bits[i] = x[i / 4][i % 4];
 }
@@ -365,7 +367,7 @@ template <int N> INLINE void philox_bits(const Draw &draw, u64 e, u32 (&bits)[N]
 #pragma unroll
     for (int i = 0; i < N; i++) {
         const u32 word = (u32)(e + i) % 4;
-        if (i == 0 || word == 0) philox(draw.seed, draw.offset + (e + i) / 4, x);
+        if (i == 0 || word == 0) philox(draw, draw.offset + (e + i) / 4, x);
         // Selected by comparisons, not as x[0][word]: a run-time index would put x into local memory.
         bits[i] = word == 0 ? x[0][0] : word == 1 ? x[0][1] : word == 2 ? x[0][2] : x[0][3];
     }

@@ -39,8 +39,8 @@ template <int W> INLINE void keep(const Draw &draw, u64 at, i64 threshold, float
     for (int i = 0; i < W; i++) v[i] = bits[i] > below ? v[i] * scale : 0.0f;
 }
 
-// y = [residual +] keep (x + bias) scale. X: element type of x and bias; Y: of y and residual. bias: or null. Without
-// dropout (threshold 0), scale is 1.
+// y = residual + keep (x + bias) scale, or keep x scale. X: element type of x and bias; Y: of y and residual. bias: or
+// null. threshold: 0 for none dropped, where scale is 1, only with a residual.
 template <class X, class Y, bool RESIDUAL>
 __global__ void __launch_bounds__(256)
     dropout(const X *x, const X *bias, const Y *residual, Y *y, Draw draw, i64 threshold, double scale_, i64 vec) {
@@ -49,11 +49,13 @@ __global__ void __launch_bounds__(256)
     constexpr int V = Lanes<X>::count > Lanes<Y>::count ? Lanes<X>::count : Lanes<Y>::count;
     columns<V>(vec, width, [&](i64 j, auto w) {
         constexpr int W = decltype(w)::count;
-        float b[W] = {};
-        if (bias) load(bias + j, b);
+        [[maybe_unused]] float b[W] = {};
+        if constexpr (RESIDUAL) {
+            if (bias) load(bias + j, b);
+        }
         DrawRows drawn(draw, blockIdx.y, gridDim.y);
         column_rows<RESIDUAL ? 2 : 4>(
-            rows,
+            (u32)rows,
             [&](i64 r) {
                 if constexpr (RESIDUAL)
                     return Pair<Raw<X, W>, Raw<Y, W>>{fetch<W>(x + r * width + j), fetch<W>(residual + r * width + j)};
@@ -61,11 +63,14 @@ __global__ void __launch_bounds__(256)
             },
             [&](i64 r, const auto &held) {
                 float v[W];
-                if constexpr (RESIDUAL) floats(held.a, v);
-                else floats(held, v);
+                if constexpr (RESIDUAL) {
+                    floats(held.a, v);
 #pragma unroll
-                for (int i = 0; i < W; i++) v[i] += b[i];
-                if (threshold) keep(draw, drawn.at + (u64)j, threshold, scale, v);
+                    for (int i = 0; i < W; i++) v[i] += b[i];
+                } else {
+                    floats(held, v);
+                }
+                if (!RESIDUAL || threshold) keep(draw, drawn.at + (u64)j, threshold, scale, v);
                 drawn.next();
                 if constexpr (RESIDUAL) {
                     float res[W];
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(256)
         float sum[W] = {};
         DrawRows drawn(draw, blockIdx.y, gridDim.y);
         column_rows<4>(
-            rows, [&](i64 r) { return fetch<W>(dy + r * width + j); },
+            (u32)rows, [&](i64 r) { return fetch<W>(dy + r * width + j); },
             [&](i64 r, const auto &held) {
                 float v[W];
                 floats(held, v);
