@@ -70,8 +70,9 @@ def _backward(
     grads = torch.empty(sums, width, dtype=w.dtype, device=x.device)
     if x.numel():
         vec = _vectors(width, x, w, dx, dy)
-        # A few blocks per multiprocessor hide latency; more blocks only add partial sums.
-        blocks = launch.blocks(rows, launch.multiprocessors() * 4)
+        # A few blocks per multiprocessor hide latency; more blocks only add partial sums. On an H100, 5 and 6 are 2 %
+        # faster than 4, and 8 are 15 % slower.
+        blocks = launch.blocks(rows, launch.multiprocessors() * 5)
         partial = torch.empty(blocks, sums, width, dtype=torch.float32, device=x.device)
         shared = sums * width * 4
         # 112 KB on sm_90: layer norms of up to 14,336 columns.

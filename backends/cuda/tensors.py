@@ -75,15 +75,16 @@ def threads_of_row(width: int, lanes: int) -> int:
     return threads_for(-(-width // (4 * lanes)))
 
 
-def grid_for(rows: int, width: int, lanes: int) -> tuple[tuple[int, int], int]:
+def grid_for(rows: int, width: int, lanes: int, per_multiprocessor: int = 16) -> tuple[tuple[int, int], int]:
     """(grid, threads) for kernels that divide columns along x and rows along y, with `lanes` columns per thread.
 
-    About 8 blocks per multiprocessor hide latency, and each thread still reuses its per-column data for many rows.
+    More blocks per multiprocessor than are resident balance the load, and each thread still reuses its per-column data
+    for many rows: on an H100, 16 are 2 to 8 % faster than 8. Where every block of rows adds partial sums, 8 are faster.
     """
     packs = -(-width // lanes)
     threads = threads_for(packs)
-    blocks = launch.multiprocessors() * 8
-    across = launch.blocks(-(-packs // threads), blocks * 4 if rows == 1 else blocks)
+    blocks = launch.multiprocessors() * per_multiprocessor
+    across = launch.blocks(-(-packs // threads), blocks)
     return (across, launch.blocks(rows, -(-blocks // across), 65535)), threads
 
 
