@@ -121,12 +121,19 @@ def read(argv: Sequence[str], environ: Mapping[str, str] | None = None, *, showi
 _DATA = ("data_path", "text_file", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 _ITERATIONS = ("train_iters", "lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 _SAMPLES = ("train_samples", "lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+_WARMUP = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
+_ACTIVATIONS = ("swiglu", "geglu", "squared_relu")
 _REPLACED = {
     **dict.fromkeys(("data_path", "text_file", "train_data_path", "mock_data"), _DATA),
     "train_iters": (*_SAMPLES, "num_train_epochs"),
     "train_samples": (*_ITERATIONS, "num_train_epochs"),
+    "num_train_epochs": ("train_iters", "train_samples"),
+    **dict.fromkeys(_WARMUP, _WARMUP),
+    **dict.fromkeys(("fp16", "bf16"), ("fp16", "bf16")),
+    **dict.fromkeys(_ACTIVATIONS, _ACTIVATIONS),
 }
-"""What a choice on the command line replaces of a file or of the environment: other data, and other units of length."""
+"""What a choice on the command line replaces of a file or of the environment: other data, other units of length, another
+dtype, another activation."""
 
 
 def _replace(values: GivenOptions, given: Mapping[str, Any]) -> None:

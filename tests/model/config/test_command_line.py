@@ -124,3 +124,22 @@ def test_data_and_length_of_the_command_line_replace_other_kinds_of_a_file(tmp_p
     assert "--lr-warmup-samples 512 is replaced by --train-iters" in notes
     with pytest.raises(ConfigError, match="--data-path and --mock-data contradict"):
         parse(["--backend", "cpu_ref", "--vocab-size", "96", "--data-path", "corpus", "--mock-data"], {})
+
+
+@pytest.mark.parametrize(
+    ("of_file", "given", "expected"),
+    [
+        ("fp16: true", "--bf16", {"fp16": False, "bf16": True}),
+        ("bf16: true", "--fp16", {"fp16": True, "bf16": False}),
+        ("swiglu: true", "--squared-relu", {"swiglu": False, "squared_relu": True}),
+        ("lr-warmup-fraction: 0.1", "--lr-warmup-iters 3", {"lr_warmup_fraction": None, "lr_warmup_iters": 3}),
+        ("train-iters: 9", "--num-train-epochs 2 --sft", {"num_train_epochs": 2}),
+    ],
+)
+def test_a_choice_of_the_command_line_replaces_the_one_of_a_file(tmp_path, of_file, given, expected):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"{of_file}\nmock-data: true\ntokenizer-type: NullTokenizer\nvocab-size: 96\n")
+    data = ["--data-path", "corpus"] if "epochs" in given else []
+    config = parse(["--backend", "cpu_ref", "--config", str(file), *given.split(), *data], {})
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert f"is replaced by {given.split()[0]}" in "\n".join(config.notes)
