@@ -16,7 +16,12 @@ from importlib.util import find_spec
 NEEDS = {
     "parity": {"hypothesis": "hypothesis"},
     "checks": {"hypothesis": "hypothesis"},
-    "training": {"megatron.core": "megatron-core==0.16.1", "cffi": "cffi"},
+    "training": {
+        "megatron.core": "megatron-core==0.16.1",
+        "cffi": "cffi",
+        "tensorboard": "tensorboard",
+        "yaml": "pyyaml",
+    },
     "multi": {"megatron.core": "megatron-core==0.16.1"},
 }
 """Part -> module -> the pip requirement that provides it; EVERY_PART is what all parts need."""
