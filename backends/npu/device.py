@@ -194,3 +194,20 @@ class Npu(hal.Backend):
                 yield
         finally:
             mstx.range_end(range_id)
+
+    @contextlib.contextmanager
+    def profiler(self, folder: str, name: str) -> Iterator[None]:
+        """torch_npu's profiler, whose folder `name`_<process>_<time>_ascend_pt MindStudio Insight reads. torch's own
+        profiler sees no device before torch_npu 2.13. The simulator has no device times, so that it records the host.
+        """
+        if self.simulated:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as host:
+                yield
+            host.export_chrome_trace(os.path.join(folder, f"{name}.torch.json.gz"))
+            return
+        profiler: Any = importlib.import_module("torch_npu.profiler")
+        activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
+        # The process that trains does not analyse what was recorded: that takes minutes, in which other ranks wait.
+        write = profiler.tensorboard_trace_handler(folder, worker_name=name, analyse_flag=False)
+        with profiler.profile(activities=activities, on_trace_ready=write):
+            yield

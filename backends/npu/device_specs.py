@@ -5,10 +5,24 @@ A device is what torch_npu counts: a chip of Atlas A2, and one of the two dies o
 
 from __future__ import annotations
 
+import os
+
 import hal
 
 _CUBE = 2 * 16**3  # floating-point operations per core and cycle
 _LINKS = "links assumed, not looked up: HCCS to 7 neighbours at 28 GB/s each way, 200 Gbit/s RoCE"
+
+
+def hccl_buffers() -> float:
+    """Bytes that a communicator of HCCL takes on a device: HCCL_BUFFSIZE MB (200 by default) to send and as many to
+    receive, which nothing else can use (CANN's reference of environment variables, HCCL_BUFFSIZE). A value that is no
+    number of MB counts as the default; HCCL itself refuses it."""
+    text = os.environ.get("HCCL_BUFFSIZE", "")
+    return 2.0 * 2**20 * (int(text) if text.isdecimal() and int(text) else 200)
+
+
+_BUFFERS = hccl_buffers()
+_HCCL = f"HCCL: {_BUFFERS / 2**20:g} MB a communicator (2 x HCCL_BUFFSIZE)"
 
 
 def _atlas_a2(
@@ -24,7 +38,8 @@ def _atlas_a2(
         node_link=7 * 28e9,
         network=25e9,
         per_node=8,
-        source=f"{source}; {_LINKS}",
+        source=f"{source}; {_LINKS}; {_HCCL}",
+        communicator=_BUFFERS,
     )
 
 
@@ -58,6 +73,8 @@ DEVICE_SPECS = (
         network=25e9,
         per_node=16,
         source="one of two dies, as published for CloudMatrix384 (arXiv 2506.12708): a chip has 752 TFLOP/s, 128 GB at "
-        "3.2 TB/s, 392 GB/s each way of unified bus; 200 Gbit/s RoCE a die; 8 chips in a node",
+        "3.2 TB/s, 392 GB/s each way of unified bus; 200 Gbit/s RoCE a die; 8 chips in a node"
+        f"; {_HCCL}",
+        communicator=_BUFFERS,
     ),
 )

@@ -287,6 +287,18 @@ class Backend(ABC):
         with torch.profiler.record_function(name):
             yield
 
+    @contextlib.contextmanager
+    def profiler(self, folder: str, name: str) -> Iterator[None]:
+        """Records what the host and the device do, and writes a file or a folder in `folder` that begins with `name`.
+
+        By default torch's profiler with all activities that it supports here, and its Chrome trace in
+        `name`.torch.json.gz.
+        """
+        activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+        with torch.profiler.profile(activities=activities) as profiler:
+            yield
+        profiler.export_chrome_trace(os.path.join(folder, f"{name}.torch.json.gz"))
+
     @classmethod
     def impl(
         cls,

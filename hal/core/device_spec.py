@@ -15,7 +15,8 @@ class DeviceSpec:
 
     memory: bytes. flops: peak of dense matrix products in FLOP/s, by "bf16", "fp16" and "fp32" (absent: not known).
     memory_bandwidth: bytes/s. node_link, network: bytes/s that one device can send to others of its machine, and to
-    other machines. source: where the figures come from.
+    other machines. source: where the figures come from. communicator: bytes of memory that each communicator takes on a
+    device, apart from tensors; 0 if that is not counted.
     """
 
     name: str
@@ -26,3 +27,4 @@ class DeviceSpec:
     network: float
     per_node: int
     source: str = field(repr=False)
+    communicator: float = 0.0

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import spans
@@ -145,13 +144,3 @@ class _Backward:
 
         node.register_prehook(before)
         node.register_hook(after)
-
-
-@contextlib.contextmanager
-def torch_profiler(path: str) -> Iterator[None]:
-    """torch's own profiler with all activities that it supports here; its Chrome trace goes to `path` (.json or
-    .json.gz). HAL's ops and phases are ranges in it."""
-    activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
-    with torch.profiler.profile(activities=activities) as profiler:
-        yield
-    profiler.export_chrome_trace(path)

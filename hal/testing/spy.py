@@ -111,6 +111,9 @@ class Spy(Backend):
     def profile_range(self, name: str) -> AbstractContextManager[None]:  # type: ignore[override]
         return self.inner.profile_range(name)
 
+    def profiler(self, folder: str, name: str) -> AbstractContextManager[None]:  # type: ignore[override]
+        return self.inner.profiler(folder, name)
+
     def preference(self, op: Op[Any, Any]) -> Callable[[Call], tuple[str, ...]] | None:
         return self.inner.preference(op)
 

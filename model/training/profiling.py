@@ -1,8 +1,8 @@
 """--profile: records some steps of some ranks, and writes a table of ops, traces, and the life of tensors.
 
 The folder profile of a run holds, for each profiled rank N, rank-N.json (what `hal report` shows), rank-N.trace.json
-(Chrome's format), with --use-pytorch-profiler rank-N.torch.json.gz, and with --record-memory-history a snapshot for
-torch's memory viewer. Outside of the profiled steps nothing is recorded, and nothing costs time.
+(Chrome's format), with --use-pytorch-profiler what Backend.profiler writes, and with --record-memory-history a snapshot
+for torch's memory viewer. Outside of the profiled steps nothing is recorded, and nothing costs time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hal import spans
 from hal.profiling import Recorder
 from hal.profiling.ceilings import measure
 from hal.profiling.memory import MemoryHistory
-from hal.profiling.recorder import torch_profiler
 from hal.profiling.summary import blocked_seconds, rows
 from hal.profiling.trace import chrome_trace
 from hal.profiling.waiting import as_json, clock_offset, collectives
@@ -83,7 +82,7 @@ class Profiling:
         backend = hal.backend()
         make_folder(self.folder)
         if self.config.use_pytorch_profiler:
-            self._stack.enter_context(torch_profiler(str(self.folder / f"rank-{self._rank}.torch.json.gz")))
+            self._stack.enter_context(backend.profiler(str(self.folder), f"rank-{self._rank}"))
         if self.config.record_memory_history:
             optimizer = self.trainer.optimizer
             self._memory = MemoryHistory()

@@ -7,11 +7,12 @@ microbatch in flight (schedules.py). `hal bench scaling` verifies the trainer ag
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ...config.parallel_layout import ParallelLayout, sums_in_place
 from ...config.schema import Config
 from .activations import head_bytes, recomputed_at_once, stage_bytes
+from .communicators import communicators
 from .schedules import fullest
 from .shape import Shape
 
@@ -33,7 +34,8 @@ class Bytes:
 @dataclass(frozen=True)
 class Memory(Bytes):
     """Bytes on one device when it uses the most. weights: the copies used for computing. buffers: receive buffers of
-    the pipeline, or send buffers of the gradient reduction. working: temporary memory of one layer's backward pass."""
+    the pipeline, or send buffers of the gradient reduction, and those of communicators. working: temporary memory of
+    one layer's backward pass."""
 
     weights: float
     gradients: float
@@ -43,13 +45,17 @@ class Memory(Bytes):
     working: float
 
 
-def memory(c: Config, plan: ParallelLayout, imbalance: float = 1.0) -> Memory:
-    """The memory of the pipeline rank that needs the most. imbalance: as in Shape.of."""
+def memory(c: Config, plan: ParallelLayout, imbalance: float = 1.0, communicator: float = 0.0) -> Memory:
+    """The memory of the pipeline rank that needs the most. imbalance: as in Shape.of. communicator: bytes that each
+    communicator keeps on a device, beside the tensors."""
     shape, pp = Shape.of(c, plan, imbalance), plan.layout.pp
     # With equal stages, the ranks between the second and the last have fewer microbatches in flight than the second.
     unequal = c.num_layer_list or (c.num_experts is not None and c.moe_layer_freq != "1")
     ranks = range(pp) if unequal else sorted({0, min(1, pp - 1), pp - 1})
-    return max((rank_memory(shape, rank) for rank in ranks), key=lambda m: m.total)
+    largest = max((rank_memory(shape, rank) for rank in ranks), key=lambda m: m.total)
+    return (
+        replace(largest, buffers=largest.buffers + communicator * communicators(c, plan)) if communicator else largest
+    )
 
 
 def rank_memory(shape: Shape, rank: int) -> Memory:

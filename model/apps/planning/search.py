@@ -73,7 +73,7 @@ def search(
         if beyond := list(device_problems(candidate, plan, capabilities)):
             result.refused.update(beyond)
             continue
-        needed = memory(candidate, plan, imbalance)
+        needed = memory(candidate, plan, imbalance, device.communicator)
         if needed.total > limit:
             result.too_large.append(Option(candidate, plan, needed))
             continue

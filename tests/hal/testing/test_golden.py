@@ -89,6 +89,31 @@ def test_a_run_that_crashes_is_a_failure_with_its_code():
     assert "golden.train('gpt2', torch.float32)" in row.code
 
 
+class WithoutAttentionDropout(Reference):
+    """The references, except that dropout in attention is not among the capabilities."""
+
+    def capabilities(self):
+        return dataclasses.replace(super().capabilities(), attention_dropout=False)
+
+
+def test_a_backend_without_dropout_in_attention_trains_with_the_other_dropout():
+    backend = WithoutAttentionDropout()
+    (impl,) = backend.impls["flash_attention"]
+
+    def refuse(*given, dropout_p=0.0, **options):
+        assert dropout_p == 0.0
+        return impl.call(*given, **options)
+
+    backend.impls["flash_attention"] = [dataclasses.replace(impl, call=refuse, forward=refuse)]
+    row = golden.golden_row(backend, "gpt2", F32)
+    assert (row.status, row.implementation) == ("pass", "model/gpt2, attention dropout 0")
+    backend.impls["layer_norm"] = [dataclasses.replace(backend.impls["layer_norm"][0], call=another_eps)]
+    row = golden.golden_row(backend, "gpt2", F32)
+    assert row.status == "fail" and "golden.train('gpt2', torch.float32, attention_dropout=0.0)" in row.code
+    # Scores that the model forms are dropped by another op.
+    assert golden.golden_row(backend, "unfused", F32).implementation == "model/unfused"
+
+
 def test_a_backend_that_lacks_an_op_is_declined_with_the_reason():
     backend = Reference()
     del backend.impls["rms_norm"]
