@@ -344,8 +344,8 @@ def _drop(reading: Reading, *options: str) -> None:
 
 
 def _integers(reading: Reading, key: str, value: Any, count: int) -> list[int]:
-    """The `count` integers in a text such as "(128,0)"."""
-    numbers = [int(n) for n in re.findall(r"-?\d+", str(value))]
+    """The `count` integers in a text such as "(128,0)" or, as Python reads them, "1_000"."""
+    numbers = [int(n) for n in re.findall(r"-?\d+(?:_\d+)*", str(value))]
     if len(numbers) != count:
         raise reading.refuse(key, f"expected {count} integers, found {value!r}")
     return numbers

@@ -67,7 +67,7 @@ does, and so does research/qwen/optim.py, which adds epsilon before."""
 
 def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
     """Collects what says that the file does not train all weights of a model that HAL has."""
-    for check in (_require_training, _require_class, _require_architectures, _require_all_weights, _require_dense):
+    for check in (_require_training, _require_class, _require_architectures, _require_dense):
         with collecting(reading.problems):
             check(reading, content)
 
@@ -98,13 +98,6 @@ def _require_architectures(reading: Reading, content: Mapping[Any, Any]) -> None
         _require_known(reading, ARCHITECTURES, name, (*MODELS, _QWEN3))
         if name == _QWEN3:
             _require_defaults(reading, content["model"]["model_config"])
-
-
-def _require_all_weights(reading: Reading, content: Mapping[Any, Any]) -> None:
-    adapters = _at(content, "model", "model_config", "pet_config")
-    if adapters is not None:
-        kind = _at(adapters, "pet_type") or "adapters"
-        raise reading.refuse("model.model_config.pet_config", f"{kind!r}: all weights are trained, not adapters")
 
 
 def _require_dense(reading: Reading, content: Mapping[Any, Any]) -> None:

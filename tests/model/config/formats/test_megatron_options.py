@@ -63,6 +63,7 @@ def test_reasons_point_to_options_that_exist():
             "--seq-length 8 --train-samples 10 --lr-decay-samples 5 --lr-warmup-samples 2",
         ),
         ("--seq-length 8 --train-samples 5 --train-tokens 80", "--seq-length 8 --train-samples 5"),
+        ("--seq-length 8 --train-samples 5 --train-tokens 1_600", "--seq-length 8 --train-samples 5"),
         (
             "--seq-length 8 --global-batch-size 4 --train-iters 2 --train-tokens 80",
             "--seq-length 8 --global-batch-size 4 --train-samples 8",
@@ -191,6 +192,7 @@ def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch)
         ("--cuda-graph-impl full_iteration --cuda-graph-modules attn", "remove --cuda-graph-modules attn"),
         ("--yarn-beta-fast 16", "HAL's YaRN is --position-embedding-type rope --rope-type yarn"),
         ("--suspend-timeout 3", "`hal generate` samples from a model"),
+        ("--train-weighted-split-paths GIVEN:1", "--train-weighted-split-paths GIVEN:1: read the data with one of"),
     ],
 )
 def test_and_what_is_wrong_about_it(options, words, monkeypatch):

@@ -85,7 +85,10 @@ def test_what_a_trainer_file_asks_in_vain_is_said_at_once(tmp_path):
             "NormHead), which HAL's does not; its positions are",
         ),
         ({"model": {"arch": {"type": "YiZhaoDPO"}}}, "none of the models whose keys are known: LlamaForCausalLM"),
-        ({"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, "'lora': all weights are trained"),
+        (
+            {"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}},
+            "cannot be followed: all weights are trained",
+        ),
         ({"model": {"arch": {"type": ["LlamaForCausalLM"]}}}, "model.arch.type: expected the name of one class"),
         ({"model": {"model_config": {"type": ["LlamaConfig"]}}}, "model.model_config.type: expected the name of one"),
         ({"moe_config": {"expert_num": 8}}, "moe_config.expert_num: 8 experts: MindFormers drops tokens"),
