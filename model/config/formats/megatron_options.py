@@ -213,8 +213,13 @@ def _cuda_graphs(reading: Reading) -> None:
     """Megatron's graph of a full iteration, which leaves the optimizer out as --cuda-graphs does."""
     impl, key = take(reading, "graph_impl")
     scope, scope_key = take(reading, "graph_scope")
-    if key and impl not in ("none", "local", "transformer_engine"):
-        raise reading.refuse(key, f"{impl!r} is not one of none, local, transformer_engine")
+    if key and impl not in ("none", "local", "transformer_engine", "full_iteration"):
+        raise reading.refuse(key, f"{impl!r} is not one of none, local, transformer_engine, full_iteration")
+    if impl == "full_iteration" and scope:
+        raise reading.refuse(key, f"a graph of a full iteration holds no parts; remove {scope_key} {scope}")
+    if impl == "full_iteration":
+        reading.set("cuda_graphs", True, key)
+        return
     if impl == "local" and str(scope or "").split() == ["full_iteration"]:
         reading.set("cuda_graphs", True, scope_key)
         return
@@ -339,8 +344,8 @@ def _drop(reading: Reading, *options: str) -> None:
 
 
 def _integers(reading: Reading, key: str, value: Any, count: int) -> list[int]:
-    """The `count` integers in a text such as "(128,0)"."""
-    numbers = [int(n) for n in re.findall(r"-?\d+", str(value))]
+    """The `count` integers in a text such as "(128,0)" or, as Python reads them, "1_000"."""
+    numbers = [int(n) for n in re.findall(r"-?\d+(?:_\d+)*", str(value))]
     if len(numbers) != count:
         raise reading.refuse(key, f"expected {count} integers, found {value!r}")
     return numbers

@@ -66,34 +66,56 @@ does, and so does research/qwen/optim.py, which adds epsilon before."""
 
 
 def require_gpt(reading: Reading, content: Mapping[Any, Any]) -> None:
-    """Raises ConfigError, in one sentence, if the file does not train all weights of a model that HAL has."""
+    """Collects what says that the file does not train all weights of a model that HAL has."""
+    for check in (_require_training, _require_class, _require_architectures, _require_dense):
+        with collecting(reading.problems):
+            check(reading, content)
+
+
+def _require_training(reading: Reading, content: Mapping[Any, Any]) -> None:
     mode = content.get("run_mode")
     if mode not in ("train", "finetune", None):
         raise reading.refuse("run_mode", f"{mode!r}: `hal train` trains; `hal eval` and `hal generate` use a model")
     task = _at(content, "trainer", "type")
     if task not in ("CausalLanguageModelingTrainer", None):
         raise reading.refuse("trainer.type", f"{task!r}: `hal train` trains a GPT, by CausalLanguageModelingTrainer")
+
+
+def _require_class(reading: Reading, content: Mapping[Any, Any]) -> None:
+    for key in ("model.arch.type", "model.model_config.type"):
+        name = _at(content, *key.split("."))
+        if not isinstance(name, (str, type(None))):
+            raise reading.refuse(key, f"expected the name of one class; found {shown(name)}", "wrong")
     model = _at(content, "model", "arch", "type")
     if model in _OTHER_MODELS:
         raise reading.refuse("model.arch.type", f"{model!r}: {_OTHER_MODELS[model]}")
     _require_known(reading, "model.arch.type", model, MODELS)
+
+
+def _require_architectures(reading: Reading, content: Mapping[Any, Any]) -> None:
     classes = _at(content, "model", "model_config", "architectures")
     for name in classes if isinstance(classes, list) else [classes]:
         _require_known(reading, ARCHITECTURES, name, (*MODELS, _QWEN3))
         if name == _QWEN3:
             _require_defaults(reading, content["model"]["model_config"])
-    adapters = _at(content, "model", "model_config", "pet_config")
-    if adapters is not None:
-        kind = _at(adapters, "pet_type") or "adapters"
-        raise reading.refuse("model.model_config.pet_config", f"{kind!r}: all weights are trained, not adapters")
-    experts = _at(content, "moe_config", "expert_num")
-    if experts not in (None, 1):
-        raise reading.refuse(
-            "moe_config",
-            f"{shown(experts)} experts: MindFormers drops tokens and weights the rest in ways that HAL's experts "
-            "(--num-experts and the options of its group) do not have",
-        )
 
+
+def _require_dense(reading: Reading, content: Mapping[Any, Any]) -> None:
+    for key in EXPERT_COUNTS:
+        experts = _at(content, *key.split("."))
+        if experts not in (None, 0, 1):
+            raise reading.refuse(
+                key,
+                f"{shown(experts)} experts: MindFormers drops tokens and weights the rest in ways that HAL's experts "
+                "(--num-experts and the options of its group) do not have",
+            )
+
+
+EXPERT_COUNTS = (
+    "moe_config.expert_num",
+    *(f"model.model_config.{name}" for name in ("num_experts", "n_routed_experts", "num_moe_experts")),
+)
+"""Keys of the number of experts of a layer: of the trainer, and of the classes of r1.7.0."""
 
 ARCHITECTURES, _QWEN3 = "model.model_config.architectures", "Qwen3ForCausalLM"
 _QWEN3_KEYS = (
@@ -172,6 +194,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 def finish(reading: Reading) -> None:
     """Sets the options that depend on several keys, and defaults that differ from HAL's. All problems are collected."""
     kind, _ = take(reading, "kind")
+    kind = str(kind)
     if kind in _DEFAULTS:  # other options follow from these
         sizes = {name: _DEFAULTS[kind][name] for name in ("hidden_size", "num_layers")}
         _fill(reading, {**sizes, "fp16": True}, OF_CLASS)
@@ -188,7 +211,7 @@ def finish(reading: Reading) -> None:
     # base_trainer.py passes 0 if there is no weight decay; core/optim/optim.py and adamw.py have the values of epsilon.
     corrects = reading.values.get("adam_bias_correction", True)
     _fill(reading, {"weight_decay": 0.0, "adam_eps": 1e-8 if corrects else 1e-6}, "optimizer (default of its class)")
-    _fill(reading, _DEFAULTS.get(str(kind), _LLAMA), OF_CLASS)
+    _fill(reading, _DEFAULTS.get(kind, _LLAMA), OF_CLASS)
     _vocabulary(reading)
 
 
@@ -370,6 +393,8 @@ def _length(reading: Reading) -> None:
     """The length of the run, and where weights come from."""
     epochs, key = take(reading, "epochs")
     steps, steps_key = take(reading, "total_steps")
+    if steps_key and _whole(reading, steps, steps_key) > 0:
+        reading.set("lr_decay_iters", steps, steps_key)
     data, data_key = take(reading, "train_dataset")
     loader = data.get("data_loader") if isinstance(data, dict) else None
     loader = loader if isinstance(loader, dict) else {}
@@ -406,9 +431,10 @@ def _length(reading: Reading) -> None:
     elif key and not given and reading.values.get("sft"):
         reading.set("num_train_epochs", epochs, key)
     elif key and not given:
-        raise reading.refuse(key, f"{epochs} epochs of data whose size the file does not specify; give --train-iters")
-    if steps_key and _whole(reading, steps, steps_key) > 0:
-        reading.set("lr_decay_iters", steps, steps_key)
+        text = f"{epochs} epochs of data whose size the file does not specify; give --train-iters"
+        reading.problems.append(reading.refuse(key, text))
+        if "lr_decay_iters" not in reading.values:  # a warm-up cannot be compared with a length that is not known
+            reading.values.pop("lr_warmup_iters", None)
     load, load_key = take(reading, "load")
     resume, resume_key = take(reading, "resume")
     if load:

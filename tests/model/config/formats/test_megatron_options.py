@@ -63,6 +63,7 @@ def test_reasons_point_to_options_that_exist():
             "--seq-length 8 --train-samples 10 --lr-decay-samples 5 --lr-warmup-samples 2",
         ),
         ("--seq-length 8 --train-samples 5 --train-tokens 80", "--seq-length 8 --train-samples 5"),
+        ("--seq-length 8 --train-samples 5 --train-tokens 1_600", "--seq-length 8 --train-samples 5"),
         (
             "--seq-length 8 --global-batch-size 4 --train-iters 2 --train-tokens 80",
             "--seq-length 8 --global-batch-size 4 --train-samples 8",
@@ -94,6 +95,10 @@ def test_reasons_point_to_options_that_exist():
         ("--attention-backend unfused", "--no-flash-attn"),
         (
             "--cuda-graph-impl local --cuda-graph-scope full_iteration --attention-dropout 0 --hidden-dropout 0",
+            "--cuda-graphs --attention-dropout 0 --hidden-dropout 0",
+        ),
+        (
+            "--cuda-graph-impl full_iteration --attention-dropout 0 --hidden-dropout 0",
             "--cuda-graphs --attention-dropout 0 --hidden-dropout 0",
         ),
         ("--padded-vocab-size 512", "--pad-vocab-size-to 512"),
@@ -163,6 +168,7 @@ def test_uneven_stages_become_a_list_of_layers(options, counts, monkeypatch):
         ("--is-x-model --ffn-hidden-size 64", {"ffn_hidden_size": 32}),
         ("--checkpoint-activations --checkpoint-in-cpu --partition-activations", {"checkpoint_in_cpu": True}),
         ("--cuda-graph-impl transformer_engine --cuda-graph-scope attn mlp", {"cuda_graphs": False}),
+        ("--cuda-graph-impl local --cuda-graph-modules attn mlp", {"cuda_graphs": False}),
     ],
 )
 def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch):
@@ -183,6 +189,10 @@ def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch)
         ("--num-experts 4 4 8 --disable-bias-linear", "--num-experts 4 4 8: all layers have the same"),
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "needs --ulysses-degree-in-cp"),
         ("--cuda-graph-impl graph", "'graph' is not one of none, local, transformer_engine"),
+        ("--cuda-graph-impl full_iteration --cuda-graph-modules attn", "remove --cuda-graph-modules attn"),
+        ("--yarn-beta-fast 16", "HAL's YaRN is --position-embedding-type rope --rope-type yarn"),
+        ("--suspend-timeout 3", "`hal generate` samples from a model"),
+        ("--train-weighted-split-paths GIVEN:1", "--train-weighted-split-paths GIVEN:1: read the data with one of"),
     ],
 )
 def test_and_what_is_wrong_about_it(options, words, monkeypatch):

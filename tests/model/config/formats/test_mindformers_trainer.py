@@ -85,14 +85,39 @@ def test_what_a_trainer_file_asks_in_vain_is_said_at_once(tmp_path):
             "NormHead), which HAL's does not; its positions are",
         ),
         ({"model": {"arch": {"type": "YiZhaoDPO"}}}, "none of the models whose keys are known: LlamaForCausalLM"),
-        ({"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}}, "'lora': all weights are trained"),
-        ({"moe_config": {"expert_num": 8}}, "8 experts: MindFormers drops tokens"),
+        (
+            {"model": {"model_config": {"pet_config": {"pet_type": "lora"}}}},
+            "cannot be followed: all weights are trained",
+        ),
+        ({"model": {"arch": {"type": ["LlamaForCausalLM"]}}}, "model.arch.type: expected the name of one class"),
+        ({"model": {"model_config": {"type": ["LlamaConfig"]}}}, "model.model_config.type: expected the name of one"),
+        ({"moe_config": {"expert_num": 8}}, "moe_config.expert_num: 8 experts: MindFormers drops tokens"),
+        ({"model": {"model_config": {"n_routed_experts": 16, "topk_group": 2}}}, "n_routed_experts: 16 experts"),
+        ({"model": {"model_config": {"v_head_dim": 8}}}, "v_head_dim: 8 cannot be followed: latent attention is"),
     ],
 )
-def test_another_task_or_model_is_refused_in_one_sentence(tmp_path, changes, words):
+def test_another_task_or_model_is_refused_beside_the_other_problems(tmp_path, changes, words):
     with pytest.raises(ConfigError) as caught:
         parse(["--config", str(trainer_file(tmp_path, **changes, frobnicate=1))], {})
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert words in str(caught.value) and "frobnicate: there is no such key" in str(caught.value)
+    assert "topk_group" not in str(caught.value)
+
+
+def test_a_warm_up_is_not_compared_with_a_length_that_is_not_known(tmp_path):
+    """configs/gpt2/pretrain_gpt2_13b_fp16.yaml (v1.5.0) has epochs of data of unknown size, and 2000 warm-up steps."""
+    changes = {
+        "train_dataset": {"data_loader": {"dataset_dir": "x"}},
+        "lr_schedule": {"warmup_steps": 2000, "total_steps": -1},
+    }
+    with pytest.raises(ConfigError, match="give --train-iters") as caught:
+        llama_file(tmp_path, **changes)
+    assert "lr-warmup-iters" not in str(caught.value)
+
+
+def test_logging_of_losses_and_repeatable_kernels_are_noted(tmp_path):
+    config = llama_file(tmp_path, "--data-path", "x", print_separate_loss=True, train_precision_sync=True)
+    notes = " ".join(config.notes)
+    assert "print_separate_loss" in notes and "train_precision_sync" in notes
 
 
 LLAMA = {
