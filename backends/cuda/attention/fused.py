@@ -27,9 +27,9 @@ ID = "cuda/fused"
 LARGEST = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 """The largest head size whose tiles fit into 48 KiB of shared memory."""
 
-FORWARD = {(4, 64): 32, (4, 128): 32, (2, 64): 64, (2, 128): 64, (2, 256): 32}
+FORWARD = 64
 BACKWARD = {(4, 64): 32, (4, 128): 16, (2, 64): 32, (2, 128): 32, (2, 256): 16}
-"""(bytes per element, D) -> queries per tile, and queries or keys per tile: FQ and B of attention.cu."""
+"""Queries per tile; and (bytes per element, D) -> queries or keys per tile: Q and B of attention.cu."""
 
 
 def _refuse(request: Request) -> Sequence[str]:
@@ -37,8 +37,12 @@ def _refuse(request: Request) -> Sequence[str]:
     largest = LARGEST.get(request.dtype)
     if largest is not None and _widest(spec) > largest:
         refusals.append(f"head size {_widest(spec)} (fused takes up to {largest} in {request.dtype})")
-    if max(spec.sq, spec.skv) >= 2**31:
-        refusals.append(f"{spec.sq} queries and {spec.skv} keys (fused counts them in 32 bits)")
+    tiles = spec.batch * spec.heads * -(-max(spec.sq, spec.skv) // 16)
+    if max(spec.sq, spec.skv) > 2**31 - 64 or tiles >= 2**31:  # the last tile may end beyond the length
+        refusals.append(
+            f"{spec.batch} x {spec.heads} heads of {spec.sq} queries and {spec.skv} keys "
+            "(fused counts them and their tiles in 32 bits)"
+        )
     rng = spec.rng
     return [*refusals, *draw_reasons(rng, () if rng is None else rng.full_shape or ())]
 
@@ -110,8 +114,8 @@ def _forward(
     head = _largest_head(spec)
     launch.run(
         f"attention_fwd<{TYPE[q.dtype]}, {head}>",
-        _blocks(spec.batch * spec.heads, spec.sq, FORWARD[q.element_size(), head]),
-        256,
+        _blocks(spec.batch * spec.heads, spec.sq, FORWARD),
+        128,
         *map(_view, (q, k, v, out)),
         lse,
         _shape(spec, cu_q, cu_k, q, k, v, out),

@@ -35,6 +35,13 @@ template <> struct Sizes<f32, 128> {
     static constexpr int FQ = 32, FK = 16, B = 16;
 };
 
+// The forward kernel's tiles: Q queries, K keys, of which STAGES tiles are in memory; BLOCKS of a multiprocessor.
+template <class T, int D> struct Forward {
+    static constexpr int BYTES = D * (int)sizeof(T);  // of a row
+    static constexpr int Q = 64, K = BYTES == 128 ? 64 : BYTES == 256 ? 32 : 16, STAGES = BYTES == 512 ? 1 : 2;
+    static constexpr int BLOCKS = BYTES == 512 ? 2 : 3;
+};
+
 // [batch, heads, length, d] through strides in elements; the stride of d is 1.
 struct View {
     void *at;
@@ -88,6 +95,153 @@ INLINE Interval interval_of(const Shape &s, i64 i) {
     const i64 low = clamp(i + shift - s.pre, 0, last - first), high = clamp(i + shift + s.next + 1, low, last - first);
     return {(int)(first + low), (int)(first + high)};
 }
+
+// What the 16 queries of a warp from `first` on see. Intervals begin and end in the order of their queries, so those of the
+// first and last query bound all of them. Queries beyond the last one count as the last one.
+struct Seen {
+    Interval row[2], any, all;  // row: of rows g and g + 8 of a fragment
+    INLINE Seen(const Shape &s, i64 first) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) row[r] = interval_of(s, query(s, first, r));
+        any = {__shfl_sync(0xffffffffu, row[0].low, 0), __shfl_sync(0xffffffffu, row[1].high, 31)};
+        all = {__shfl_sync(0xffffffffu, row[1].low, 31), __shfl_sync(0xffffffffu, row[0].high, 0)};
+    }
+    INLINE static i64 query(const Shape &s, i64 first, int r) {
+        return clamp(first + threadIdx.x % 32 / 4 + 8 * r, 0, s.sq - 1);
+    }
+};
+
+// tile[ROWS][D] = rows [first, first + ROWS) of x; zeros outside of `length` rows and d columns. Complete for this thread
+// after finish_copies(), for others after a barrier.
+template <int ROWS, int D, class T>
+INLINE void load_rows(T *tile, const T *x, i64 stride, i64 first, i64 length, i64 d, i64 vec) {
+    constexpr int L = Lanes<T>::count, PIECES = D / L, STEP = THREADS / PIECES;
+    const u32 rows = (u32)clamp(length - first, 0, ROWS), thread = here(threadIdx.x);
+    if (vec) {
+        const u32 top = thread / PIECES, column = thread % PIECES * L;
+        const T *from = x + (first + top) * stride + column;
+#pragma unroll
+        for (u32 row = 0; row < ROWS; row += STEP) {
+            copy16(tile + swizzled<T, D>(top + row, column), from, top + row < rows && column < (u32)d);
+            from += STEP * stride;
+        }
+        return;
+    }
+#pragma unroll 1
+    for (u32 at = thread; at < ROWS * D; at += THREADS) {
+        const u32 row = at / D, column = at % D;
+        T value = {};
+        if (row < rows && column < (u32)d) value = x[(first + row) * stride + column];
+        tile[swizzled<T, D>(row, column)] = value;
+    }
+}
+
+// The opposite: rows [first, first + ROWS) of x, as far as it has them, become those of tile. A thread reads what it writes
+// in load_rows, so that the tile may be loaded again without a barrier.
+template <int ROWS, int D, class T>
+INLINE void store_rows(const T *tile, T *x, i64 stride, i64 first, i64 length, i64 d, i64 vec) {
+    constexpr int L = Lanes<T>::count, PIECES = D / L;
+    const u32 rows = (u32)clamp(length - first, 0, ROWS), thread = here(threadIdx.x);
+    if (vec) {
+#pragma unroll 2
+        for (u32 at = thread; at < ROWS * PIECES; at += THREADS) {
+            const u32 row = at / PIECES, column = at % PIECES * L;
+            if (row >= rows || column >= (u32)d) continue;
+            store16(reinterpret_cast<Vector<T> *>(x + (first + row) * stride + column),
+                    *reinterpret_cast<const Vector<T> *>(tile + swizzled<T, D>(row, column)));
+        }
+        return;
+    }
+#pragma unroll 1
+    for (u32 at = thread; at < ROWS * D; at += THREADS) {
+        const u32 row = at / D, column = at % D;
+        if (row < rows && column < (u32)d) x[(first + row) * stride + column] = tile[swizzled<T, D>(row, column)];
+    }
+}
+
+// Rows `row`, ... of a tile, from `column` (a multiple of 64) on, become the fragment of a warp; rows g times `top`, rows
+// g + 8 times `bottom`.
+template <class T, int D, int C>
+INLINE void put_rows(T *tile, const Fragment<C> &x, int row, int column, float top, float bottom) {
+    const u32 thread = here(threadIdx.x), g = thread % 32 / 4, t = thread % 4;
+    T *const own = tile + row * D + column;
+#pragma unroll
+    for (int i = 0; i < C / 8; i++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float factor = r ? bottom : top;
+            const float two[2] = {x.c[i][2 * r] * factor, x.c[i][2 * r + 1] * factor};
+            T *to = own + (8 * r * D * sizeof(T) + place<T, D>(g, 2 * t * sizeof(T), 8 * i)) / sizeof(T);
+            if constexpr (sizeof(T) == 4) to[0] = two[0], to[1] = two[1];
+            else *reinterpret_cast<u32 *>(to) = word_of(two, T{});
+        }
+}
+
+// Probabilities are power(x factor - maximum) of products x, where maximum is that of x factor.
+template <class T> struct Softmax {
+    static constexpr float UNIT = sizeof(T) == 4 ? 1.0f : LOG2_E;  // of exponents, per natural one
+    float factor;
+    bool negative;  // whether the scale is: then products change their signs, so that the largest has the largest product
+    INLINE explicit Softmax(double scale) : negative(reinterpret_cast<const i64 &>(scale) < 0) {
+        factor = fmaxf(fabsf((float)scale) * UNIT, 1e-30f);  // not 0, so that the -inf of a masked key stays -inf
+    }
+    template <int N> INLINE void sign(Fragment<N> &x) const {
+        if (!negative) return;
+        x.each([](int, int, float &value) { value = -value; });
+    }
+    // exp, in one instruction where the result is rounded to 16 bits.
+    INLINE static float power(float x) { return sizeof(T) == 4 ? expf(x) : power_of_2(x); }
+};
+
+// A bit for each element of a fragment that a lane has: of row g or g + 8 and column 8 i + 2 t + j, bit 4 i + j of a word.
+struct Bits {
+    u32 row[2];
+    INLINE bool operator()(int i, int j) const { return row[j / 2] >> (4 * i + j % 2) & 1; }
+};
+
+// The elements that dropout keeps of rows of 16 queries, drawn where their products with keys will be.
+template <int N> struct Keep {
+    u64 row;  // of the element in column t / 2 * 4 of the row that this lane draws; its key is 0
+    u32 most;  // the largest number that drops an element
+    INLINE Keep(const Dropout &dropout, i64 b, i64 n, i64 first) {
+        // Lanes 2 a and 2 a + 1 share the four keys of a Philox block: one draws those of row g, the other those of g + 8.
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const i64 *steps = dropout.draw.strides;
+        row = (u64)(dropout.draw.index0 + b * steps[0] + n * steps[1] + (first + g + t % 2 * 8) * steps[2] + t / 2 * 4);
+        most = (u32)((dropout.threshold << 8) - 1);
+    }
+    INLINE Bits operator()(const Dropout &dropout, i64 key) const {
+        if (!dropout.threshold) return {{0xffffffffu, 0xffffffffu}};
+        const u64 at = row + key, block = dropout.draw.offset + at / 4;
+        const u32 shift = (u32)at % 4;
+        u32 own = 0;
+        const auto add = [&](u32 bits, int place) {
+            if (bits > most) own |= 1u << place;
+        };
+        if (!shift) {
+#pragma unroll 2
+            for (int i = 0; i < N / 8; i++) {
+                u32 x[1][4];
+                philox(dropout.draw.seed, block + 2 * i, x);
+#pragma unroll
+                for (int c = 0; c < 4; c++) add(x[0][c], 4 * i + c);
+            }
+        } else {  // four keys have numbers of two blocks; selected by comparisons, as a run-time index needs local memory
+#pragma unroll 1
+            for (int i = 0; i < N / 8; i++) {
+                u32 x[2][4];
+                philox(dropout.draw.seed, block + 2 * i, x);
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const u32 one = x[(c + 1) / 4][(c + 1) % 4], two = x[(c + 2) / 4][(c + 2) % 4];
+                    add(shift == 1 ? one : shift == 2 ? two : x[(c + 3) / 4][(c + 3) % 4], 4 * i + c);
+                }
+            }
+        }
+        const u32 odd = threadIdx.x % 2, other = __shfl_xor_sync(0xffffffffu, own, 1);
+        return {{(odd ? other : own) >> 2 * odd, (odd ? own : other) >> 2 * odd}};
+    }
+};
 
 // Divides a tile among the threads: f(its place in the tile, row and column of x, whether x has them, Width), in pieces
 // of 16 bytes where rows start on such boundaries.
@@ -166,84 +320,126 @@ template <int ROWS> INLINE Interval range_of(const Interval *rows) {
     return {low < high ? low : 0, high};
 }
 
+// The elements that are visible of N keys from `key` on. Not unrolled: few tiles are visible in part, unless there is a mask.
+template <int N>
+INLINE Bits visible(const Shape &s, const Seen &seen, const Mask &mask, int b, int n, int first, int key) {
+    Bits result = {};
+    const int t = (int)(here(threadIdx.x) % 4);
+    first = (int)here((u32)first);
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int low = seen.row[r].low, high = seen.row[r].high;
+        const u8 *masked = mask.at + b * mask.b + n * mask.n + Seen::query(s, first, r) * mask.q;
+#pragma unroll 1
+        for (int at = 0; at < N / 4; at++) {
+            const int j = key + at / 2 * 8 + 2 * t + at % 2;
+            bool is = j >= low && j < high;
+            if (is && mask.at) is = !masked[j * mask.k];
+            if (is) result.row[r] |= 1u << (at / 2 * 4 + at % 2);
+        }
+    }
+    return result;
+}
+
+// The sum of x of the four lanes of a row.
+INLINE float row_sum(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+INLINE float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
 // lse [batch][heads][sq], -inf for a query that sees no key. sinks [heads] or 0: a sink is one more key, whose value is
 // 0 and which dropout keeps, so the running maximum and sum start from it. The backward pass needs it in lse only.
 template <class T, int D>
-__global__ void __launch_bounds__(256, 2)
+__global__ void __launch_bounds__(THREADS, Forward<T, D>::BLOCKS)
     attention_fwd(View q, View k, View v, View out, float *lse, Shape s, Mask mask, Dropout dropout, const float *sinks) {
-    constexpr int Q = Sizes<T, D>::FQ, K = Sizes<T, D>::FK, LD = D + Lanes<T>::count, LS = K + 1, LP = sizeof(T) == 4 ? LS : K + 2;
-    constexpr int GROUPS = K / 4;  // threads per row of the softmax
-    alignas(16) __shared__ T qs[Q * LD], ks[K * LD], vs[K * LD], ps[Q * LP];
-    __shared__ float ss[Q * LS], top[Q], sum[Q], change[Q];
-    __shared__ Interval seen[Q];
-    const float scale = (float)s.scale;
-    const int depth = (int)(s.d + 15) / 16 * 16;
-    const i64 tiles = (s.sq + Q - 1) / Q, work = s.batch * s.heads * tiles;
-    for (i64 item = blockIdx.x; item < work; item += gridDim.x) {
-        const i64 first = item % tiles * Q, n = item / tiles % s.heads, b = item / tiles / s.heads;
-        const T *keys = k.head<T>(b, n / s.group), *values = v.head<T>(b, n / s.group);
-        load_tile<Q, D, LD>(qs, q.head<T>(b, n), q.s, first, s.sq, s.d, s.vec);
-        if (threadIdx.x < Q) {
-            seen[threadIdx.x] = interval_of(s, first + threadIdx.x);
-            top[threadIdx.x] = sinks ? sinks[n] : -INFINITE;
-            sum[threadIdx.x] = sinks ? 1.0f : 0.0f;
-        }
-        __syncthreads();
-        const Interval range = range_of<Q>(seen);
-        Tile<T, Q, D> o;
+    using Size = Forward<T, D>;
+    constexpr int Q = Size::Q, K = Size::K, STAGES = Size::STAGES, AHEAD = (STAGES - 1) * K;
+    alignas(16) __shared__ T qs[Q * D], ks[STAGES][K * D], vs[STAGES][K * D];
+    const Softmax<T> softmax(s.scale);
+    const int lane = threadIdx.x % 32, own = threadIdx.x / 32 * 16;
+    const u32 tiles = (u32)((s.sq + Q - 1) / Q), heads = (u32)s.heads, work = (u32)s.batch * heads * tiles;
+    for (u32 item = blockIdx.x; item < work; item += gridDim.x) {
+        // The last queries first: in causal attention they see most keys.
+        const int first = (int)((tiles - 1 - item % tiles) * Q), n = (int)(item / tiles % heads);
+        const int b = (int)(item / tiles / heads), group = n / (int)s.group;
+        const T *keys = k.head<T>(b, group), *values = v.head<T>(b, group);
+        load_rows<Q, D>(qs, q.head<T>(b, n), q.s, first, s.sq, s.d, s.vec);
+        const Interval range = {interval_of(s, first).low, interval_of(s, clamp(first + Q, 0, s.sq) - 1).high};
+        const Seen seen(s, first + own);
+        const Keep<K> keep(dropout, b, n, first + own);
+        float top[2], sum[2];
+        top[0] = top[1] = sinks ? sinks[n] * Softmax<T>::UNIT : -INFINITE;
+        sum[0] = sum[1] = sinks && lane % 4 == 0 ? 1.0f : 0.0f;  // of this lane; the four of a row are added at the end
+        Fragment<D> o;
         o.zero();
-        for (i64 key = range.low / K * K; key < range.high; key += K) {
-            load_tile<K, D, LD>(ks, keys, k.s, key, s.skv, s.d, s.vec);
-            load_tile<K, D, LD>(vs, values, v.s, key, s.skv, s.dv, s.vec);
+        const int start = range.low / K * K;
+        // With two stages a tile is loaded while the one before it is computed, so the first round only loads.
+        for (int key = start - AHEAD; key < range.high; key += K) {
+            if (AHEAD && key >= start) finish_copies();
             __syncthreads();
-            Tile<T, Q, K> scores;
-            scores.zero();
-            scores.template add<false, true>(qs, LD, ks, LD, depth);
-            scores.each([&](int row, int column, float &x) { ss[row * LS + column] = x; });
-            __syncthreads();
-#pragma unroll 1
-            for (int at = threadIdx.x; at < Q * GROUPS; at += 256) {
-                const int row = at / GROUPS, column = at % GROUPS * 4;
-                bool visible[4];
-                float factor[4], x[4], most = -INFINITE, total = 0.0f;
-                look(seen[row], mask, dropout, b, n, first + row, key + column, visible, factor);
-                const float before = top[row], partial = sum[row];
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    x[c] = visible[c] ? ss[row * LS + column + c] * scale : -INFINITE;
-                    most = fmaxf(most, x[c]);
-                }
-#pragma unroll
-                for (int other = GROUPS / 2; other > 0; other /= 2)
-                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, other));
-                const float now = fmaxf(before, most), base = now == -INFINITE ? 0.0f : now;
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    x[c] = visible[c] ? exponential<T>(x[c] - base) : 0.0f;
-                    total += x[c];
-                    from_float(x[c] * factor[c], ps[row * LP + column + c]);
-                }
-#pragma unroll
-                for (int other = GROUPS / 2; other > 0; other /= 2) total += __shfl_xor_sync(0xffffffffu, total, other);
-                if (column == 0) {  // all lanes have read top and sum, because they have taken part in the shuffles
-                    const float shrink = before == -INFINITE ? 0.0f : exponential<T>(before - base);
-                    top[row] = now, sum[row] = partial * shrink + total, change[row] = shrink;
-                }
+            const int next = key + AHEAD;
+            T *const k_next = ks[next / K % STAGES], *const v_next = vs[next / K % STAGES];
+            if (next < range.high) {
+                load_rows<K, D>(k_next, keys, k.s, next, s.skv, s.d, s.vec);
+                load_rows<K, D>(v_next, values, v.s, next, s.skv, s.dv, s.vec);
             }
-            __syncthreads();
-            o.each([&](int row, int, float &x) { x *= change[row]; });
-            o.template add<false, false>(ps, LP, vs, LD, K);
-            __syncthreads();
+            if (!AHEAD) {
+                finish_copies();
+                __syncthreads();
+            }
+            if (key < start) continue;
+            const T *const k_tile = ks[key / K % STAGES], *const v_tile = vs[key / K % STAGES];
+            if (seen.any.low < key + K && seen.any.high > key) {
+                const Bits kept = keep(dropout, key);
+                Fragment<K> p;
+                multiply_rows<T, D>(p, qs + own * D, k_tile, s.d);
+                softmax.sign(p);
+                if (mask.at || seen.all.low > key || seen.all.high < key + K) {
+                    const Bits shown = visible<K>(s, seen, mask, b, n, first + own, key);
+                    p.each([&](int i, int j, float &x) { x = shown(i, j) ? x : -INFINITE; });
+                }
+                float base[2], shrink[2];
+                bool grows = false;
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float most = -INFINITE;
+#pragma unroll
+                    for (int i = 0; i < K / 8; i++) most = fmaxf(most, fmaxf(p.c[i][2 * r], p.c[i][2 * r + 1]));
+                    const float now = fmaxf(top[r], row_max(most) * softmax.factor);
+                    base[r] = now == -INFINITE ? 0.0f : now;  // -inf - -inf would be NaN
+                    shrink[r] = softmax.power(top[r] - base[r]);
+                    grows = grows || now > top[r];
+                    top[r] = now;
+                }
+                if (__any_sync(0xffffffffu, grows)) {
+                    sum[0] *= shrink[0], sum[1] *= shrink[1];
+                    o.each([&](int, int j, float &x) { x *= shrink[j / 2]; });
+                }
+                p.each([&](int i, int j, float &x) {
+                    x = softmax.power(x * softmax.factor - base[j / 2]);
+                    sum[j / 2] += x;
+                    if (!kept(i, j)) x = 0.0f;
+                });
+                add_product<T, D>(o, p, v_tile, 0);
+            }
         }
-        o.each([&](int row, int column, float &x) {
-            from_float(sum[row] == 0.0f ? 0.0f : x / sum[row], qs[row * LD + column]);
-        });
+        sum[0] = row_sum(sum[0]), sum[1] = row_sum(sum[1]);
+        const float scale = (float)dropout.scale;
+        finish_copies();  // of q, if no key is seen
         __syncthreads();
-        store_tile<Q, D, LD>(qs, out.head<T>(b, n), out.s, first, s.sq, s.dv, s.vec);
-        if (threadIdx.x < Q && first + threadIdx.x < s.sq)
-            lse[(b * s.heads + n) * s.sq + first + threadIdx.x] =
-                sum[threadIdx.x] == 0.0f ? -INFINITE : top[threadIdx.x] + logf(sum[threadIdx.x]);
+        put_rows<T, D>(qs, o, own, 0, sum[0] == 0.0f ? 0.0f : scale / sum[0], sum[1] == 0.0f ? 0.0f : scale / sum[1]);
         __syncthreads();
+        store_rows<Q, D>(qs, out.head<T>(b, n), out.s, first, s.sq, s.dv, s.vec);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const i64 i = first + own + lane / 4 + 8 * r;
+            if (lane % 4 == 0 && i < s.sq)
+                lse[((i64)b * s.heads + n) * s.sq + i] = sum[r] == 0.0f ? -INFINITE : top[r] / Softmax<T>::UNIT + logf(sum[r]);
+        }
     }
 }
 

@@ -35,6 +35,18 @@ enum class Vote { down, from, exchange, any };
 // return.
 u32 barrier(const char *file, int line, bool vote);
 u32 warp(u32 mask, u32 value, Vote kind, int lane, const char *file, int line);
+// How many warp operations the running thread has completed in this block.
+u32 warp_operations();
+
+// Asynchronous copies that the running thread has started in this block and not waited for.
+struct Copies {
+    u32 count = 0;
+    struct {
+        void *to;
+        const void *from;
+    } list[64];
+};
+Copies &copies();
 
 template <class T> T shuffle(u32 mask, T value, Vote kind, int lane, const char *file, int line) {
     static_assert(sizeof(T) == 4 && std::is_trivially_copyable_v<T>, "shuffles move 32 bits");

@@ -131,7 +131,7 @@ def _far_apart() -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("planted_offset", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_offsets_beyond_32_bits(simulator: Callable[..., Simulator], planted_offset: bool) -> None:
-    fault = planted("attention.cu", "x + row * stride + j);", "x + (int)(row * stride) + j);")
+    fault = planted("attention.cu", "from += STEP * stride", "from += (int)(STEP * stride)")
     simulator(_sources(fault if planted_offset else {}))
     with hal.activated(Cuda(simulate=True)):
         if planted_offset:
@@ -151,30 +151,35 @@ def _sources(changed: dict[str, str]) -> dict[str, str]:
 FAULTS = {
     "fragments of A in another order": (
         "attention_tiles.h",
-        "x[1] = pair(at + 8 * row, column)",
-        "x[1] = pair(at + 8 * column, column)",
+        "ldmatrix<false>(x, a, step * 2 + place<T, D>(lane % 16, lane / 16 * 16, k))",
+        "ldmatrix<false>(x, a, step * 2 + place<T, D>(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 16, k))",
     ),
-    "columns of B in the place of rows": ("attention_tiles.h", "down = B_T ? 1 : ldb", "down = B_T ? ldb : 1"),
+    "columns of B in the place of rows": ("attention_tiles.h", "ldmatrix<true>(y, b", "ldmatrix<false>(y, b"),
+    "a tile that is used before it has arrived": ("attention.cu", "if (AHEAD && key >= start) finish_copies();", ""),
     "no barrier after the loads": (
         "attention.cu",
-        "s.dv, s.vec);\n            __syncthreads();\n            Tile<T, Q, K> scores;",
-        "s.dv, s.vec);\n            Tile<T, Q, K> scores;",
+        "finish_copies();\n            __syncthreads();",
+        "finish_copies();",
     ),
-    "no barrier before the next tile": (
+    "no barrier before results are stored": (
         "attention.cu",
-        "o.template add<false, false>(ps, LP, vs, LD, K);\n            __syncthreads();",
-        "o.template add<false, false>(ps, LP, vs, LD, K);",
+        "__syncthreads();\n        store_rows<Q, D>",
+        "store_rows<Q, D>",
     ),
-    "the old maximum is kept": ("attention.cu", "top[row] = now, ", ""),
-    "dropout before the sum": ("attention.cu", "total += x[c];", "total += x[c] * factor[c];"),
-    "bits of the next key": ("attention.cu", "(u64)(draw.index0 + row + j)", "(u64)(draw.index0 + row + j + 1)"),
+    "the old maximum is kept": ("attention.cu", "top[r] = now;", ""),
+    "dropout before the sum": (
+        "attention.cu",
+        "sum[j / 2] += x;\n                    if (!kept(i, j)) x = 0.0f;",
+        "if (!kept(i, j)) x = 0.0f;\n                    sum[j / 2] += x;",
+    ),
+    "bits of the next key": ("attention.cu", "at = row + key,", "at = row + key + 1,"),
     "the window of another sequence": ("attention.cu", "i -= s.cu_q[low];", ""),
     "heads of another group": ("attention.cu", "n = g * s.group;", "n = g;"),
     "the gradient of k without the scale": ("attention.cu", "(dp - m.delta[row]) * scale", "(dp - m.delta[row])"),
     "a sink that dropout may drop": (
         "attention.cu",
-        "sum[threadIdx.x] = sinks ? 1.0f",
-        "sum[threadIdx.x] = sinks ? 0.0f",
+        "sinks && lane % 4 == 0 ? 1.0f",
+        "sinks && lane % 4 == 0 ? 0.0f",
     ),
     "values as wide as keys": ("attention.cu", "out.s, first, s.sq, s.dv", "out.s, first, s.sq, s.d"),
     "no gradient through the sum": ("attention.cu", "p * (dp - m.delta[row])", "p * dp"),
