@@ -28,8 +28,10 @@ LARGEST = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 """The largest head size whose tiles fit into 48 KiB of shared memory."""
 
 FORWARD = 64
-BACKWARD = {(4, 64): 32, (4, 128): 16, (2, 64): 32, (2, 128): 32, (2, 256): 16}
-"""Queries per tile; and (bytes per element, D) -> queries or keys per tile: Q and B of attention.cu."""
+BACKWARD = {(4, 64): 64, (4, 128): 32, (2, 64): 64, (2, 128): 64, (2, 256): 32}
+"""Queries of a block; and (bytes per element, D) -> queries or keys of one: Q and OWN of attention.cu."""
+THREADS = 128
+"""Of a block of the kernels that compute tiles."""
 
 
 def _refuse(request: Request) -> Sequence[str]:
@@ -115,7 +117,7 @@ def _forward(
     launch.run(
         f"attention_fwd<{TYPE[q.dtype]}, {head}>",
         _blocks(spec.batch * spec.heads, spec.sq, FORWARD),
-        128,
+        THREADS,
         *map(_view, (q, k, v, out)),
         lse,
         _shape(spec, cu_q, cu_k, q, k, v, out),
@@ -140,9 +142,9 @@ def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
     )
     how = (lse, delta, shape, _mask(spec, mask), _dropout(spec))
     grid = _blocks(spec.batch * spec.heads, spec.sq, tile)
-    launch.run(f"attention_dq{kind}", grid, 256, *_views(q, k, v, dout, dq), *how)
+    launch.run(f"attention_dq{kind}", grid, THREADS, *_views(q, k, v, dout, dq), *how)
     grid = _blocks(spec.batch * spec.kv_heads, spec.skv, tile)
-    launch.run(f"attention_dkv{kind}", grid, 256, *_views(q, k, v, dout, dk, dv), *how)
+    launch.run(f"attention_dkv{kind}", grid, THREADS, *_views(q, k, v, dout, dk, dv), *how)
     return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, delta)
 
 

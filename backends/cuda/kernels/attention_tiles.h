@@ -1,12 +1,12 @@
 // Products of tiles for attention.cu. A warp owns 16 rows of a product and keeps it in registers.
 //
-// Fragments: lane 4 g + t of a warp has c[i] = rows g and g + 8, columns 8 i + 2 t and 8 i + 2 t + 1, in the order (g, 2t),
-// (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). That is the layout of mma.sync m16n8k16 (sm_80 and later), whose results are
-// also in the layout of its first operand, so that scores become the operand of the next product without leaving the
-// registers. float32 products use the same layout and FMAs: TF32 would lose 13 bits.
+// Fragments: lane 4 g + t of a warp has of c[i] rows g and g + 8, columns 8 i + 2 t and 8 i + 2 t + 1, in the order
+// (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1). This is the layout of mma.sync m16n8k16 (sm_80 and later), whose
+// results are also in the layout of its first operand, so that scores become the operand of the next product without
+// leaving the registers. float32 products use the same layout and FMAs: TF32 would lose 13 bits.
 //
-// Tiles in shared memory have rows of D elements without padding. The 16-byte pieces of a row change places with the row's
-// number (swizzled), so that eight rows of one piece, which ldmatrix reads at once, lie in different banks.
+// Tiles in shared memory have rows of D elements without padding. The 16-byte pieces of a row change places with the
+// row's number (swizzled), so that eight rows of one piece, which ldmatrix reads at once, lie in different banks.
 //
 // On the simulator the lanes of ldmatrix and mma exchange addresses and registers in the layouts that PTX documents, so
 // that a fragment that is loaded wrongly gives a wrong result there, too; and asynchronous copies arrive when they are
@@ -16,8 +16,8 @@
 
 constexpr int THREADS = 128;  // of a block
 
-// x, computed where this is written: the compiler would otherwise compute what follows from it ahead of all loops, and keep
-// it in registers that the accumulators need.
+// x, computed where this is written: the compiler would otherwise compute what follows from it ahead of all loops, and
+// keep it in registers that the accumulators need.
 INLINE u32 here(u32 x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -29,11 +29,12 @@ template <class T, int D> INLINE u32 swizzled(u32 row, u32 column) {
     return row * D + ((column / L) ^ (row & 7)) * L + column % L;
 }
 
-// The same in bytes, for the 16 or 32 bytes of a row from a constant `column` on: the lane's place is `row` and `bytes` in
-// them. As the column changes bits of one number of the lane only, all columns share a few registers.
+// The same in bytes, for the 16 or 32 bytes of a row from a constant `column` on: the lane's place is `row` and `bytes`
+// in them. As the column changes bits of one number of the lane only, all columns share a few registers.
 template <class T, int D> INLINE u32 place(u32 row, u32 bytes, u32 column) {
     constexpr u32 SIZE = sizeof(T);
-    return ((row * D * SIZE + ((bytes / 16) ^ (row & 7)) * 16 + bytes % 16) ^ column * SIZE % 128) + column * SIZE / 128 * 128;
+    const u32 lane = row * D * SIZE + ((bytes / 16) ^ (row & 7)) * 16 + bytes % 16;
+    return (lane ^ column * SIZE % 128) + column * SIZE / 128 * 128;
 }
 
 #ifdef HAL_SIMULATE
@@ -98,14 +99,16 @@ template <class T> INLINE void mma(float (&c)[4], const u32 (&a)[4], const u32 (
 }
 #else
 INLINE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-// *to = *from, 16 bytes, or zeros unless inside. Complete for this thread after finish_copies(), for others after a barrier.
+// *to = *from, 16 bytes, or zeros unless inside. Complete for this thread after finish_copies(), for others after a
+// barrier.
 template <class T> INLINE void copy16(T *to, const T *from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0)
+    const u32 bytes = inside ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
                  : "memory");
 }
 INLINE void finish_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-// Four matrices of 8 x 8 elements of 16 bits: lane 8 i + r has the place in a tile of row r of matrix i, and lane 4 g + t
-// gets elements 2t and 2t + 1 of row g of each, or of column g if transposed.
+// Four matrices of 8 x 8 elements of 16 bits: lane 8 i + r has the place in a tile of row r of matrix i, and lane
+// 4 g + t gets elements 2t and 2t + 1 of row g of each, or of column g if transposed.
 template <bool TRANSPOSED> INLINE void ldmatrix(u32 (&x)[4], const void *tile, u32 bytes) {
     if constexpr (TRANSPOSED)
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -146,8 +149,8 @@ template <int N> struct Fragment {
     }
 };
 
-// Rows of a tile times rows of another: c = A B^T, summed over the first `depth` columns, in steps of 64. A: the tile from
-// the 16 rows of the warp on; B: N rows.
+// Rows of a tile times rows of another: c = A B^T, summed over the first `depth` columns, in steps of 64. A: the tile
+// from the 16 rows of the warp on; B: N rows.
 template <class T, int D, int N> INLINE void multiply_rows(Fragment<N> &c, const T *a, const T *b, i64 depth) {
     const u32 lane = threadIdx.x % 32;
     c.zero();
@@ -193,18 +196,20 @@ INLINE void add_product(Fragment<C> &c, const Fragment<N> &p, const T *b, int co
     const u32 lane = threadIdx.x % 32;
     if constexpr (sizeof(T) == 4) {
         const u32 t = lane % 4;
+#pragma unroll 1
+        for (u32 from = 0; from < 4; from++)  // this lane of those with the same g has rows 8 i + 2 from and the next
 #pragma unroll
-        for (int k = 0; k < N; k++) {  // p of row k is in lane k % 8 / 2 of those with the same g
-            const int from = (int)(lane & ~3u) + k % 8 / 2;
-            const float x = __shfl_sync(0xffffffffu, p.c[k / 8][k % 2], from);
-            const float y = __shfl_sync(0xffffffffu, p.c[k / 8][k % 2 + 2], from);
+            for (int at = 0; at < N / 4; at++) {
+                const float x = __shfl_sync(0xffffffffu, p.c[at / 2][at % 2], (int)((lane & ~3u) + from));
+                const float y = __shfl_sync(0xffffffffu, p.c[at / 2][at % 2 + 2], (int)((lane & ~3u) + from));
+                const u32 row = at / 2 * 8 + 2 * from + at % 2;
 #pragma unroll
-            for (int i = 0; i < C / 8; i++) {
-                const u32 at = place<T, D>(k, 2 * t * sizeof(T), 8 * i) / sizeof(T);
-                const float left = b[column + at], right = b[column + at + 1];
-                c.c[i][0] += x * left, c.c[i][1] += x * right, c.c[i][2] += y * left, c.c[i][3] += y * right;
+                for (int i = 0; i < C / 8; i++) {
+                    const u32 place_of = place<T, D>(row, 2 * t * sizeof(T), 8 * i) / sizeof(T);
+                    const float left = b[column + place_of], right = b[column + place_of + 1];
+                    c.c[i][0] += x * left, c.c[i][1] += x * right, c.c[i][2] += y * left, c.c[i][3] += y * right;
+                }
             }
-        }
     } else {
 #pragma unroll
         for (int k = 0; k < N; k += 16) {
@@ -220,91 +225,3 @@ INLINE void add_product(Fragment<C> &c, const Fragment<N> &p, const T *b, int co
         }
     }
 }
-
-// The tiles of the backward kernels, in the registers of 256 threads.
-template <class T> INLINE u32 pair(const T *first, int step) {
-    if (step == 1) return *reinterpret_cast<const u32 *>(first);
-    return (u32)first[0].bits | (u32)first[step].bits << 16;
-}
-
-template <class T, int M, int N> struct Tile {
-    static constexpr int ROWS = M / 16, ALL = ROWS * (N / 8), OWN = (ALL + 7) / 8;
-    static_assert(8 % ROWS == 0 && N % 8 == 0, "the fragments of a warp share their rows");
-    float c[OWN][4];
-
-    INLINE void zero() {
-#pragma unroll
-        for (int i = 0; i < OWN; i++) c[i][0] = c[i][1] = c[i][2] = c[i][3] = 0.0f;
-    }
-
-    // C += A B over k in [0, depth), a multiple of 16. Element (m, k) of A is a[m lda + k], or a[k lda + m] if A_T;
-    // element (k, n) of B is b[k ldb + n], or b[n ldb + k] if B_T. Leading dimensions are even.
-    template <bool A_T, bool B_T> INLINE void add(const T *a, int lda, const T *b, int ldb, int depth) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-        const int m = warp % ROWS * 16 + g, row = A_T ? 1 : lda, column = A_T ? lda : 1;
-        if (warp >= ALL) return;
-#pragma unroll 1
-        for (int k = 0; k < depth; k += 16) {
-            u32 x[4], y[2];
-            const T *at = a + m * row + (k + 2 * t) * column;
-            x[0] = pair(at, column), x[1] = pair(at + 8 * row, column);
-            x[2] = pair(at + 8 * column, column), x[3] = pair(at + 8 * row + 8 * column, column);
-#pragma unroll
-            for (int i = 0; i < OWN; i++) {
-                if (warp + 8 * i >= ALL) break;
-                const int n = (warp + 8 * i) / ROWS * 8 + g, down = B_T ? 1 : ldb;
-                const T *from = b + (k + 2 * t) * down + n * (B_T ? ldb : 1);
-                y[0] = pair(from, down), y[1] = pair(from + 8 * down, down);
-                mma<T>(c[i], x, y);
-            }
-        }
-    }
-
-    // f(row, column, value by reference) for every element of this thread.
-    template <class F> INLINE void each(F f) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            if (warp + 8 * i >= ALL) break;
-            const int m = warp % ROWS * 16 + g, n = (warp + 8 * i) / ROWS * 8 + 2 * t;
-            f(m, n, c[i][0]), f(m, n + 1, c[i][1]), f(m + 8, n, c[i][2]), f(m + 8, n + 1, c[i][3]);
-        }
-    }
-};
-
-template <int M, int N> struct Tile<f32, M, N> {
-    static constexpr int DOWN = M / 16, ACROSS = N / 16;
-    static_assert(M % 16 == 0 && N % 16 == 0, "16 x 16 threads");
-    float c[DOWN][ACROSS];
-
-    INLINE void zero() {
-#pragma unroll
-        for (int i = 0; i < DOWN; i++)
-#pragma unroll
-            for (int j = 0; j < ACROSS; j++) c[i][j] = 0.0f;
-    }
-
-    template <bool A_T, bool B_T> INLINE void add(const f32 *a, int lda, const f32 *b, int ldb, int depth) {
-        const int m = threadIdx.x / 16, n = threadIdx.x % 16;
-#pragma unroll 2
-        for (int k = 0; k < depth; k++) {
-            float x[DOWN], y[ACROSS];
-#pragma unroll
-            for (int i = 0; i < DOWN; i++) x[i] = A_T ? a[k * lda + m + 16 * i] : a[(m + 16 * i) * lda + k];
-#pragma unroll
-            for (int j = 0; j < ACROSS; j++) y[j] = B_T ? b[(n + 16 * j) * ldb + k] : b[k * ldb + n + 16 * j];
-#pragma unroll
-            for (int i = 0; i < DOWN; i++)
-#pragma unroll
-                for (int j = 0; j < ACROSS; j++) c[i][j] += x[i] * y[j];
-        }
-    }
-
-    template <class F> INLINE void each(F f) {
-        const int m = threadIdx.x / 16, n = threadIdx.x % 16;
-#pragma unroll
-        for (int i = 0; i < DOWN; i++)
-#pragma unroll
-            for (int j = 0; j < ACROSS; j++) f(m + 16 * i, n + 16 * j, c[i][j]);
-    }
-};

@@ -172,17 +172,25 @@ FAULTS = {
         "sum[j / 2] += x;\n                    if (!kept(i, j)) x = 0.0f;",
         "if (!kept(i, j)) x = 0.0f;\n                    sum[j / 2] += x;",
     ),
-    "bits of the next key": ("attention.cu", "at = row + key,", "at = row + key + 1,"),
+    "bits of the next key": ("attention.cu", "at + key, 8)", "at + key + 1, 8)"),
     "the window of another sequence": ("attention.cu", "i -= s.cu_q[low];", ""),
-    "heads of another group": ("attention.cu", "n = g * s.group;", "n = g;"),
-    "the gradient of k without the scale": ("attention.cu", "(dp - m.delta[row]) * scale", "(dp - m.delta[row])"),
+    "heads of another group": ("attention.cu", "int n = g * (int)s.group,", "int n = g,"),
+    "numbers of another query": ("attention.cu", "at + (2 * t + g / 4) * step", "at + 2 * t * step"),
+    "statistics of another query": ("attention.cu", "own_mean, from)", "own_mean, from ^ 1)"),
+    "a tile of queries is left out": ("attention.cu", ".high > block; })", ".high > block + K; })"),
+    "keys that begin beyond a tile": ("attention.cu", ".low >= block + K; })", ".low >= block; })"),
+    "the gradient of k without the scale": (
+        "attention.cu",
+        "put_rows<T, D>(ks, of_k, own, column, scale, scale)",
+        "put_rows<T, D>(ks, of_k, own, column, 1.0f, scale)",
+    ),
     "a sink that dropout may drop": (
         "attention.cu",
         "sinks && lane % 4 == 0 ? 1.0f",
         "sinks && lane % 4 == 0 ? 0.0f",
     ),
     "values as wide as keys": ("attention.cu", "out.s, first, s.sq, s.dv", "out.s, first, s.sq, s.d"),
-    "no gradient through the sum": ("attention.cu", "p * (dp - m.delta[row])", "p * dp"),
+    "no gradient through the sum": ("attention.cu", "- mean[j / 2])", "- 0.0f * mean[j / 2])"),
 }
 
 
