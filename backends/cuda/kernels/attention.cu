@@ -265,26 +265,35 @@ template <int N> INLINE Bits keep_transposed(const Dropout &dropout, u64 at) {
     return result;
 }
 
-// The elements that are visible of N keys from `key` on. Not unrolled: few tiles are visible in part, unless there is a
-// mask.
+// The elements of a fragment of N columns for which f(0 for row g or 1 for g + 8, column) holds, in a loop that takes U
+// columns at once.
+template <int N, int U, class F> INLINE Bits bits_where(u32 t, F f) {
+    Bits result = {};
+#pragma unroll U
+    for (int at = 0; at < N / 4; at++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            if (f(r, at / 2 * 8 + 2 * (int)t + at % 2)) result.row[r] |= 1u << (at / 2 * 4 + at % 2);
+    return result;
+}
+
+// The elements that are visible of N keys from `key` on. In loops, because few tiles are visible in part unless there
+// is a mask; of its bytes four are loaded at once.
 template <int N>
 INLINE Bits visible(const Shape &s, const Seen &seen, const Mask &mask, int b, int n, int first, int key) {
-    Bits result = {};
-    const int t = (int)(here(threadIdx.x) % 4);
+    const u32 t = here(threadIdx.x) % 4;
+    const auto inside = [&](int r, int column) {
+        return key + column >= seen.row[r].low && key + column < seen.row[r].high;
+    };
+    if (!mask.at) return bits_where<N, 1>(t, inside);
+    const u8 *masked[2];
     first = (int)here((u32)first);
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int low = seen.row[r].low, high = seen.row[r].high;
-        const u8 *masked = mask.at + b * mask.b + n * mask.n + Seen::query(s, first, r) * mask.q;
-#pragma unroll 1
-        for (int at = 0; at < N / 4; at++) {
-            const int j = key + at / 2 * 8 + 2 * t + at % 2;
-            bool is = j >= low && j < high;
-            if (is && mask.at) is = !masked[j * mask.k];
-            if (is) result.row[r] |= 1u << (at / 2 * 4 + at % 2);
-        }
-    }
-    return result;
+    for (int r = 0; r < 2; r++)
+        masked[r] = mask.at + b * mask.b + n * mask.n + Seen::query(s, first, r) * mask.q + key * mask.k;
+    return bits_where<N, 2>(t, [&](int r, int column) {
+        return inside(r, column) && !masked[r][column * mask.k];
+    });
 }
 
 // The sum of x of the four lanes of a row.
@@ -496,22 +505,18 @@ template <class F> INLINE int first_tile(int n, F beyond) {
 template <int N>
 INLINE Bits visible_transposed(const Shape &s, const Interval &seen, const Mask &mask, int b, int n, int first,
                                int key) {
-    Bits result = {};
-    const int lane = (int)(here(threadIdx.x) % 32);
-#pragma unroll 1
-    for (int at = 0; at < N / 4; at++) {
-        const int column = at / 2 * 8 + lane % 4 * 2 + at % 2;
+    const u32 lane = here(threadIdx.x) % 32;
+    const int own = key + (int)lane / 4;
+    const auto inside = [&](int r, int column) {
         const int low = __shfl_sync(0xffffffffu, seen.low, column), high = __shfl_sync(0xffffffffu, seen.high, column);
-        const u8 *masked = mask.at + b * mask.b + n * mask.n + clamp(first + column, 0, s.sq - 1) * mask.q;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const int j = key + lane / 4 + 8 * r;
-            bool is = j >= low && j < high;
-            if (is && mask.at) is = !masked[j * mask.k];
-            if (is) result.row[r] |= 1u << (at / 2 * 4 + at % 2);
-        }
-    }
-    return result;
+        return own + 8 * r >= low && own + 8 * r < high;
+    };
+    if (!mask.at) return bits_where<N, 1>(lane % 4, inside);
+    const u8 *masked = mask.at + b * mask.b + n * mask.n + own * mask.k;
+    return bits_where<N, 2>(lane % 4, [&](int r, int column) {
+        const i64 i = clamp(first + column, 0, s.sq - 1);
+        return inside(r, column) && !masked[i * mask.q + 8 * r * mask.k];
+    });
 }
 
 template <class T, int D>
