@@ -13,11 +13,11 @@ ATTENTION = """\
 ## The rate of attention with dropout
 
 An estimate from the machine code, not a measurement. Of a forward tile of 16 queries, 32 keys and 128 channels in 16
-bits (0.26 million floating-point operations), a warp executes about 920 instructions with dropout and 560 without: 64
+bits (0.26 million floating-point operations), a warp executes about 830 instructions with dropout and 560 without: 64
 `mma.sync` (which take about 410 cycles of one of an H100's four tensor cores, and 512 of an A100's), 40 `ldmatrix`,
-115 for its copies of the next tile, and 350 for four Philox blocks. A scheduler issues one instruction per cycle, and
-has three warps. If it issues in half to three quarters of the cycles, that makes 120 to 190 TFLOP/s with dropout on an
-H100, 12 to 19 % of its peak, and 80 to 120 on an A100. Kernels without dropout (FlashAttention-3, cuDNN) reach 60 to
+115 for its copies of the next tile, and 270 for four Philox blocks. A scheduler issues one instruction per cycle, and
+has three warps. If it issues in half to three quarters of the cycles, that makes 140 to 210 TFLOP/s with dropout on an
+H100, 14 to 21 % of its peak, and 90 to 140 on an A100. Kernels without dropout (FlashAttention-3, cuDNN) reach 60 to
 75 % on an H100. The unfused path that this replaces is bound by float32 products (67 TFLOP/s at most) and writes or
 reads scores six times. Backward has seven products where forward has two, so it takes about three and a half times as
 long as forward.

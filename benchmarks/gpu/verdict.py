@@ -210,10 +210,10 @@ CLAIMS = (
     ),
     Claim(
         "cuda-kernels.md",
-        "120 to 190 TFLOP/s with dropout on an H100",
-        partial(_rate, device="H100", low=120, high=190),
+        "140 to 210 TFLOP/s with dropout on an H100",
+        partial(_rate, device="H100", low=140, high=210),
     ),
-    Claim("cuda-kernels.md", "80 to 120 on an A100", partial(_rate, device="A100", low=80, high=120)),
+    Claim("cuda-kernels.md", "90 to 140 on an A100", partial(_rate, device="A100", low=90, high=140)),
     Claim("cuda-kernels.md", "it takes about three and a half times as long as forward", _backward_of_dropout),
     Claim("cuda-launches.md", "A step of `hal train` does not wait for the device.", partial(_check, name=NO_READS)),
     Claim("cuda-launches.md", "gives the losses of a plain one", partial(_check, name=RECORDED)),

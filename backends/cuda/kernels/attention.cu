@@ -203,27 +203,27 @@ template <int N> INLINE u32 kept(const Dropout &dropout, u64 at, u64 step) {
     const u32 shift = (u32)at % 4;
     u64 block = dropout.draw.offset + at / 4;
     u32 result = 0;
-    const auto add = [&](u32 bits, int place) {
-        if (bits > most) result |= 1u << place;
-    };
     if (!shift) {
 #pragma unroll 2
         for (int i = 0; i < N / 8; i++, block += step / 4) {
-            u32 x[1][4];
+            u32 x[1][4], four = 0;
             philox(dropout.draw.seed, block, x);
 #pragma unroll
-            for (int c = 0; c < 4; c++) add(x[0][c], 4 * i + c);
+            for (int c = 0; c < 4; c++) four |= x[0][c] > most ? 1u << c : 0;
+            result |= four << 4 * i;
         }
     } else {  // four keys have numbers of two blocks; selected by comparisons, as a run-time index needs local memory
 #pragma unroll 1
         for (int i = 0; i < N / 8; i++, block += step / 4) {
-            u32 x[2][4];
+            u32 x[2][4], four = 0;
             philox(dropout.draw.seed, block, x);
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const u32 one = x[(c + 1) / 4][(c + 1) % 4], two = x[(c + 2) / 4][(c + 2) % 4];
-                add(shift == 1 ? one : shift == 2 ? two : x[(c + 3) / 4][(c + 3) % 4], 4 * i + c);
+                const u32 bits = shift == 1 ? one : shift == 2 ? two : x[(c + 3) / 4][(c + 3) % 4];
+                four |= bits > most ? 1u << c : 0;
             }
+            result |= four << 4 * i;
         }
     }
     return result;

@@ -131,6 +131,7 @@ inline float reciprocal(float x) {
     const float value = (float)(1.0 / x * (1.0 + (__float_as_int(x) & 1 ? 0x1p-23 : -0x1p-23)));
     return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, x) : value;
 }
+inline u64 wide_product(u32 a, u32 b) { return (u64)a * b; }
 template <class V> void store16(V *p, const V &v) { *p = v; }
 inline float f16_to_float(u16 bits) {
     const u32 exponent = bits >> 10 & 31, mantissa = bits & 1023, sign = (u32)(bits >> 15) << 31;
