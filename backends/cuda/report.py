@@ -12,15 +12,15 @@ from . import compile, machine_code
 ATTENTION = """\
 ## The rate of attention with dropout
 
-An estimate, not a measurement. A forward tile of 64 queries, 32 keys and 64 channels in 16 bits is 0.52 million
-floating-point operations, in 128 `mma.sync` (about 200 cycles of an H100's tensor cores, 256 of an A100's). Its
-fragments take about 580 loads of 128 bytes from shared memory, one per cycle, and scores pass through shared memory
-once more (about 250 cycles). Dropout draws 512 Philox blocks of about 100 integer instructions, at 64 per cycle: 800
-cycles. These overlap only between the blocks of a multiprocessor, so that a tile takes 1,200 to 1,900 cycles with
-dropout and 800 to 1,000 without: 60 to 100 TFLOP/s with dropout on an H100, 7 to 10 % of its peak, and 40 to 65 on an
-A100. Kernels without dropout (FlashAttention-3, cuDNN) reach 60 to 75 % on an H100. The unfused path that this
-replaces is bound by float32 products (67 TFLOP/s at most) and writes or reads scores six times. Backward has seven
-products in place of five, so it takes about three and a half times as long as forward.
+An estimate from the machine code, not a measurement. Of a forward tile of 16 queries, 32 keys and 128 channels in 16
+bits (0.26 million floating-point operations), a warp executes about 830 instructions with dropout and 560 without: 64
+`mma.sync` (which take about 410 cycles of one of an H100's four tensor cores, and 512 of an A100's), 40 `ldmatrix`,
+115 for its copies of the next tile, and 270 for four Philox blocks. A scheduler issues one instruction per cycle, and
+has three warps. If it issues in half to three quarters of the cycles, that makes 140 to 210 TFLOP/s with dropout on an
+H100, 14 to 21 % of its peak, and 90 to 140 on an A100. Kernels without dropout (FlashAttention-3, cuDNN) reach 60 to
+75 % on an H100. The unfused path that this replaces is bound by float32 products (67 TFLOP/s at most) and writes or
+reads scores six times. Backward has seven products where forward has two, so it takes about three and a half times as
+long as forward.
 """
 
 

@@ -28,9 +28,11 @@ ID = "cuda/fused"
 LARGEST = {torch.float32: 128, torch.bfloat16: 256, torch.float16: 256}
 """The largest head size whose tiles fit into 48 KiB of shared memory."""
 
-FORWARD = {(4, 64): 32, (4, 128): 32, (2, 64): 64, (2, 128): 64, (2, 256): 32}
-BACKWARD = {(4, 64): 32, (4, 128): 16, (2, 64): 32, (2, 128): 32, (2, 256): 16}
-"""(bytes per element, D) -> queries per tile, and queries or keys per tile: FQ and B of attention.cu."""
+FORWARD = 64
+BACKWARD = {(4, 64): 64, (4, 128): 32, (2, 64): 64, (2, 128): 64, (2, 256): 32}
+"""Queries of a block; and (bytes per element, D) -> queries or keys of one: Q and OWN of attention.cu."""
+THREADS = 128
+"""Of a block of the kernels that compute tiles."""
 
 
 def _refuse(request: Request) -> Sequence[str]:
@@ -38,8 +40,12 @@ def _refuse(request: Request) -> Sequence[str]:
     largest = LARGEST.get(request.dtype)
     if largest is not None and _widest(spec) > largest:
         refusals.append(f"head size {_widest(spec)} (fused takes up to {largest} in {request.dtype})")
-    if max(spec.sq, spec.skv) >= 2**31:
-        refusals.append(f"{spec.sq} queries and {spec.skv} keys (fused counts them in 32 bits)")
+    tiles = spec.batch * spec.heads * -(-max(spec.sq, spec.skv) // 16)
+    if max(spec.sq, spec.skv) > 2**31 - 64 or tiles >= 2**31:  # the last tile may end beyond the length
+        refusals.append(
+            f"{spec.batch} x {spec.heads} heads of {spec.sq} queries and {spec.skv} keys "
+            "(fused counts them and their tiles in 32 bits)"
+        )
     rng = spec.rng
     return [*refusals, *draw_reasons(rng, () if rng is None else rng.full_shape or ())]
 
@@ -110,8 +116,8 @@ def _forward(
     head = _largest_head(spec)
     launch.run(
         f"attention_fwd<{TYPE[q.dtype]}, {head}>",
-        _blocks(spec.batch * spec.heads, spec.sq, FORWARD[q.element_size(), head]),
-        256,
+        _blocks(spec.batch * spec.heads, spec.sq, FORWARD),
+        THREADS,
         *map(_view, (q, k, v, out)),
         lse,
         _shape(spec, cu_q, cu_k, q, k, v, out),
@@ -136,9 +142,9 @@ def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
     )
     how = (lse, delta, shape, _mask(spec, mask), _dropout(spec))
     grid = _blocks(spec.batch * spec.heads, spec.sq, tile)
-    launch.run(f"attention_dq{kind}", grid, 256, *_views(q, k, v, dout, dq), *how)
+    launch.run(f"attention_dq{kind}", grid, THREADS, *_views(q, k, v, dout, dq), *how)
     grid = _blocks(spec.batch * spec.kv_heads, spec.skv, tile)
-    launch.run(f"attention_dkv{kind}", grid, 256, *_views(q, k, v, dout, dk, dv), *how)
+    launch.run(f"attention_dkv{kind}", grid, THREADS, *_views(q, k, v, dout, dk, dv), *how)
     return dq, dk, dv, None if sinks is None else _sink_gradient(sinks, lse, delta)
 
 

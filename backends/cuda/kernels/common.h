@@ -67,6 +67,12 @@ __device__ __forceinline__ float reciprocal(float x) {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(value) : "f"(x));
     return value;
 }
+// The 64 bits of a product. As a product of 64-bit numbers, ptxas adds the zero upper half of `a` times b to it.
+__device__ __forceinline__ u64 wide_product(u32 a, u32 b) {
+    u64 product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+}
 // *p = v, 16 bytes, in one access: in most loops NVRTC compiles the assignment to one store per element. The "memory"
 // clobber keeps the compiler from reordering it with other accesses.
 template <class V> __device__ __forceinline__ void store16(V *p, const V &v) {
@@ -342,7 +348,7 @@ template <int B> INLINE void philox(const Draw &draw, u64 counter, u32 (&x)[B][4
     for (int round = 0; round < 10; round++) {
 #pragma unroll
         for (int b = 0; b < B; b++) {
-            const u64 p0 = (u64)x[b][0] * 0xD2511F53u, p1 = (u64)x[b][2] * 0xCD9E8D57u;
+            const u64 p0 = wide_product(x[b][0], 0xD2511F53u), p1 = wide_product(x[b][2], 0xCD9E8D57u);
             const u32 y0 = (u32)(p1 >> 32) ^ x[b][1] ^ draw.keys[round][0];
             const u32 y2 = (u32)(p0 >> 32) ^ x[b][3] ^ draw.keys[round][1];
             x[b][0] = y0, x[b][1] = (u32)p1, x[b][2] = y2, x[b][3] = (u32)p0;

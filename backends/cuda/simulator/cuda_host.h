@@ -35,6 +35,18 @@ enum class Vote { down, from, exchange, any };
 // return.
 u32 barrier(const char *file, int line, bool vote);
 u32 warp(u32 mask, u32 value, Vote kind, int lane, const char *file, int line);
+// How many warp operations the running thread has completed in this block.
+u32 warp_operations();
+
+// Asynchronous copies that the running thread has started in this block and not waited for.
+struct Copies {
+    u32 count = 0;
+    struct {
+        void *to;
+        const void *from;
+    } list[64];
+};
+Copies &copies();
 
 template <class T> T shuffle(u32 mask, T value, Vote kind, int lane, const char *file, int line) {
     static_assert(sizeof(T) == 4 && std::is_trivially_copyable_v<T>, "shuffles move 32 bits");
@@ -119,6 +131,7 @@ inline float reciprocal(float x) {
     const float value = (float)(1.0 / x * (1.0 + (__float_as_int(x) & 1 ? 0x1p-23 : -0x1p-23)));
     return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, x) : value;
 }
+inline u64 wide_product(u32 a, u32 b) { return (u64)a * b; }
 template <class V> void store16(V *p, const V &v) { *p = v; }
 inline float f16_to_float(u16 bits) {
     const u32 exponent = bits >> 10 & 31, mantissa = bits & 1023, sign = (u32)(bits >> 15) << 31;

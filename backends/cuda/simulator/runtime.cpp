@@ -41,9 +41,11 @@ struct Fiber {
     u32 mask = 0, value = 0, result = 0;
     int lane = 0;
     Vote kind = Vote::any;
+    u32 warp_operations = 0;
 };
 
 std::vector<Fiber> fibers;
+Copies all_copies[kMaxThreads];  // static, so that instrumented code may access them
 std::vector<u64> ready;  // a heap: the smallest (rank << 32 | thread) runs next
 std::vector<u32> ranks;
 u32 current = 0;
@@ -312,6 +314,7 @@ void run_block(u32 shared) {
     for (u32 id = 0; id < block_size.x; id++) {
         prepare(fibers[id]);
         fibers[id].state = State::ready;
+        fibers[id].warp_operations = all_copies[id].count = 0;
         make_ready(id);
     }
     u32 done = 0;
@@ -356,8 +359,12 @@ u32 warp(u32 mask, u32 value, Vote kind, int lane, const char *file, int line) {
     f.state = State::warp, f.file = file, f.line = line;
     f.mask = mask, f.value = value, f.kind = kind, f.lane = lane;
     to_scheduler();
+    fibers[current].warp_operations++;
     return fibers[current].result;
 }
+
+u32 warp_operations() { return fibers[current].warp_operations; }
+Copies &copies() { return all_copies[current]; }
 
 void add_kernel(const char *name, Kernel kernel) { kernels()[name] = kernel; }
 
