@@ -132,8 +132,8 @@ _REPLACED = {
     **dict.fromkeys(("fp16", "bf16"), ("fp16", "bf16")),
     **dict.fromkeys(_ACTIVATIONS, _ACTIVATIONS),
 }
-"""What a choice on the command line replaces of a file or of the environment: other data, other units of length, another
-dtype, another activation."""
+"""What a choice on the command line replaces of a file or of the environment: other data, other units of length,
+another dtype, another activation."""
 
 
 def _replace(values: GivenOptions, given: Mapping[str, Any]) -> None:
