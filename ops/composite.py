@@ -314,6 +314,7 @@ def _edge_cases_linear_bias_activation() -> list[Sample]:
         _activation_call((3,), 0, 6, True, "gelu"),
         _activation_call((6,), 8, 4, True, "geglu", how="rows"),
         _activation_call((6,), 8, 4, True, "swiglu", how="last"),
+        _activation_call((5,), 16, 24, True, "gelu"),  # rows of 16 bytes
         _activation_call((130,), 65, 34, True, "swiglu"),
     ]
 
@@ -326,8 +327,8 @@ def _samples_linear_bias_activation() -> SearchStrategy[Sample]:
             tuple(lead), n_in, 2 * half, bias, activation, approximate
         ),
         st.lists(st.integers(1, 12), max_size=2),
-        st.integers(1, 40),
-        st.integers(1, 20),
+        st.integers(1, 40) | st.sampled_from((16, 32)),  # rows of a multiple of 16 bytes, too
+        st.integers(1, 20) | st.sampled_from((4, 12)),
         st.booleans(),
         st.sampled_from(list(_ACTIVATIONS)),
         st.sampled_from(GELUS),

@@ -7,6 +7,7 @@ module registers its implementations.
 from . import (  # noqa: F401
     activation,
     attention,
+    cublaslt,
     float8,
     linear,
     moe_grouped,

@@ -60,7 +60,7 @@ class Cuda(hal.Backend):
         self.deterministic = deterministic
         self.set_attention_order("this device", "")
         if simulate:
-            torch_kernels = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch")
+            torch_kernels = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch", "cuda/cublaslt")
             self.stand_ins = dict.fromkeys(torch_kernels, STAND_IN)
 
     def probe(self) -> hal.Probe:

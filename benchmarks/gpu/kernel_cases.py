@@ -83,6 +83,7 @@ def kernels(gpu: Gpu) -> Iterator[GpuCase]:
     yield from _rotary(gpu)
     for v in (50257, VOCABULARY):  # rows off and on 16-byte boundaries
         yield from _cross_entropy(gpu, 4096 // gpu.shrink, v, "")
+    yield from _linear_gelu(gpu, rows // 2, h)
     yield from _optimizer(gpu)
 
 
@@ -141,6 +142,29 @@ def _activations(gpu: Gpu, rows: int, note: str, only_swiglu: bool = False) -> I
             ByRows(ops.bias_gelu, _reference(ops.bias_gelu, kind), (True, False), 2),
             note=note,
         )
+
+
+def _linear_gelu(gpu: Gpu, rows: int, h: int) -> Iterator[GpuCase]:
+    """The first layer of a GPT's MLP: a product, bias and gelu."""
+    x, weight, bias = _normal(rows, h), _normal(4 * h, h) * h**-0.5, _normal(4 * h)
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+    def op(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return ops.linear_bias_activation(x, weight, bias, activation="gelu")
+
+    check = ByRows(ops.linear_bias_activation, _linear_gelu_reference, (True, False, False), 3)
+    shape = f"{rows}x{h}x{4 * h} {str(x.dtype).removeprefix('torch.')}"
+    product = 2.0 * rows * h * 4 * h
+    functions: dict[str, Function] = {OURS: op, "eager": plain, "compile": gpu.compile(plain)}
+    yield from both(
+        gpu, "linear + gelu", shape, functions, (x, weight, bias), check, Work(flops=(product, 3 * product))
+    )
+
+
+def _linear_gelu_reference(first: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return ops.linear_bias_activation.reference(x, weight, bias, activation="gelu")
 
 
 def _dropout(gpu: Gpu, rows: int, h: int, note: str, only_plain: bool = False) -> Iterator[GpuCase]:
