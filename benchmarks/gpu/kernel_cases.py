@@ -27,6 +27,8 @@ RNG = Rng(1)
 HIDDEN, GATED, VOCABULARY = 4096, 11008, 50304
 BEYOND = "beyond 2^31 elements"
 """In the shape of cases whose offsets do not fit into 32 bits."""
+SMALL = "small"
+"""In the shape of cases whose time is that of a launch."""
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -75,7 +77,7 @@ def _reference(op: hal.Op[Any, Any], *arguments: Any) -> Function:
 def kernels(gpu: Gpu) -> Iterator[GpuCase]:
     """Every kernel of HAL at the sizes of a 7B model, and then beyond 2^31 elements."""
     rows, h = 8192 // gpu.shrink, HIDDEN // gpu.shrink
-    for count, note in ((rows, ""), (max(1, 64 // gpu.shrink), ", small")):
+    for count, note in ((rows, ""), (max(1, 64 // gpu.shrink), f", {SMALL}")):
         yield from _norms(gpu, count, h, note)
     yield from _activations(gpu, rows, "")
     yield from _dropout(gpu, rows, h, "")
