@@ -21,6 +21,10 @@ H100, 14 to 21 % of its peak, and 90 to 140 on an A100. Kernels without dropout 
 75 % on an H100. The unfused path that this replaces is bound by float32 products (67 TFLOP/s at most) and writes or
 reads scores six times. Backward has seven products where forward has two, so it takes about three and a half times as
 long as forward.
+
+[An H100](verified/cuda-nvidia-h100-80gb-hbm3.md) has reached 145 to 173 TFLOP/s forward (1,024 to 16,384 tokens, 128
+channels), and took 3.2 times as long backward. FlashAttention-2 in torch, which draws dropout bits of its own, is 1.5
+to 1.6 times as fast forward, and 1.3 to 1.8 times in both passes together.
 """
 
 
@@ -38,6 +42,10 @@ resident as registers allow. Instructions are those of whole loops, with all bra
 over a row, the ends of rows, and the instructions outside of loops are not counted, so that norms and softmax will stay
 below their cells. `tests/backends/cuda/test_cuda_machine_code.py` holds the budget on sm_80 and sm_90, and four loads
 on all three.
+
+[An H100](verified/cuda-nvidia-h100-80gb-hbm3.md) has reached 89 to 94 % of the rate of a copy in the forward passes of
+norms, activations, dropout and bias_dropout_add on large tensors; with the backward pass, 89 to 94 % for activations
+and dropout, 82 % for rms_norm and bias_dropout_add, and 74 % for layer_norm.
 
 """
 
