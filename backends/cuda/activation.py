@@ -37,10 +37,17 @@ def _forward(x: Tensor, bias: Tensor | None, kind: str, gated: bool) -> tuple[Te
 def backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """dx like x, and dbias (None without a bias), from dy [..., h]."""
     x, bias, kind, gated = residuals
-    dy, dx = dy.contiguous(), torch.empty_like(x)
     dbias = None if bias is None else torch.empty_like(bias)
+    return gradient(x, bias, kind, gated, dy, dbias), dbias
+
+
+def gradient(x: Tensor, bias: Tensor | None, kind: str, gated: bool, dy: Tensor, dbias: Tensor | None) -> Tensor:
+    """dx like x, from dy [..., h]; fills dbias (like a row of x) with dx's sum over the rows, unless it is None."""
+    dy, dx = dy.contiguous(), torch.empty_like(x)
     if not x.numel():
-        return dx, None if dbias is None else dbias.zero_()
+        if dbias is not None:
+            dbias.zero_()
+        return dx
     width, lanes = dy.shape[-1], LANES[x.dtype]
     rows = dy.numel() // width
     vec = aligned(x, bias, dy, dx) and width % lanes == 0
@@ -50,7 +57,7 @@ def backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | N
     launch.run(_kernel("bwd", x.dtype, gated, kind), grid, threads, x, bias, dy, dx, partial, rows, width, int(vec))
     if dbias is not None and partial is not None:
         column_sum(partial, grid[1], dbias)
-    return dx, dbias
+    return dx
 
 
 swiglu, geglu, bias_gelu = activations_from(_forward)

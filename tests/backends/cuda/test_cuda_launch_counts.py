@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from hal.backends.cuda import Cuda, launch
+from hal.backends.cuda import Cuda, cublaslt, launch
 from hal.backends.cuda.attention import stand_ins
 from hal.model.config.schema import Config
 from hal.model.gpt.model import GPT
@@ -65,11 +65,12 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         patch.setattr(launch, "run", count)
         for name in ("flash_forward", "flash_backward"):
-            patch.setattr(stand_ins, name, self._as_one(getattr(stand_ins, name)))
+            patch.setattr(stand_ins, name, self._as_one(getattr(stand_ins, name), "attention"))
+        patch.setattr(cublaslt, "stand_in", self._as_one(cublaslt.stand_in, "products"))
 
-    def _as_one(self, kernel: Any) -> Any:
+    def _as_one(self, kernel: Any, kind: str) -> Any:
         def stand_in(*args: Any, **kwargs: Any) -> Any:
-            self.counts["attention"] += 1
+            self.counts[kind] += 1
             with _disable_current_modes():
                 return kernel(*args, **kwargs)
 
