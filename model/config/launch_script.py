@@ -43,16 +43,31 @@ _PLACEHOLDER = re.compile(
 
 _MODULES = ("torch.distributed.launch", "torch.distributed.run", "deepspeed", "deepspeed.launcher.runner")
 
+_NODES = ("--nnodes", "--num-nodes", "--num-machines", "--nodes", "-N")
+_LOCAL = ("--nproc-per-node", "--num-gpus")
+_TOTAL = ("--worker-num", "--num-processes", "--ntasks", "-n", "-np", "--np")
+_TASKS_OF_NODE = "--ntasks-per-node"
+"""Options of launchers: the number of machines, of processes on each, and of all processes."""
+
 _RECORDER = """
 import json, os, subprocess, sys
 name, words = sys.argv[1], sys.argv[2:]
-scripts = [word for word in words if word.endswith((".sh", ".sbatch", ".slurm"))]
+job = json.loads(os.environ.get("HAL_RECORD_JOB", "[]"))  # the launchers and the job around this command
+scripts = [i for i, word in enumerate(words) if word.endswith((".sh", ".sbatch", ".slurm"))]
 if name == "sbatch" and scripts:  # the script of a job
-    sys.exit(subprocess.call(["bash", *words[words.index(scripts[0]):]]))
+    at = scripts[0]
+    with open(words[at], encoding="utf-8", errors="replace") as file:
+        header = [word for line in file if line.startswith("#SBATCH") for word in line.split()[1:]]
+    os.environ["HAL_RECORD_JOB"] = json.dumps([*header, *words[:at]])
+    sys.exit(subprocess.call(["bash", *words[at:]]))
 if name in ("srun", "mpirun", "mpiexec") and "-c" in words[:-1]:  # a command line of a job
-    sys.exit(subprocess.call(["bash", "-c", words[words.index("-c") + 1]]))
+    at = words.index("-c")
+    os.environ["HAL_RECORD_JOB"] = json.dumps([*job, name, *words[:at]])
+    sys.exit(subprocess.call(["bash", "-c", words[at + 1]]))
+if name.startswith("python") and not {"srun", "mpirun", "mpiexec"}.intersection(job):
+    job = []  # one process, whatever the job has
 with open(os.environ["HAL_RECORD"], "a", encoding="utf-8") as file:
-    file.write(json.dumps([name, *words]) + "\\n")
+    file.write(json.dumps([name, *job, *words]) + "\\n")
 """
 
 
@@ -110,6 +125,7 @@ def recorded(
         environment |= {
             "PATH": f"{tools}:{environment.get('PATH', os.defpath)}",
             "HAL_RECORD": str(record),
+            "HAL_RECORD_JOB": json.dumps(_header(script)),
             "PWD": str(work),
         }
         code = _run(["bash", str(relative), *arguments], work, environment, timeout, folder / "output")
@@ -119,6 +135,12 @@ def recorded(
             said = "".join(f"\n  {line}" for line in last)
             raise ConfigError(f"{script} ended with exit code {code} and started nothing. It printed:{said}")
         yield [_command(_where_it_was(words, work)) for words in commands if _program(words) is not None]
+
+
+def _header(script: Path) -> list[str]:
+    """The words of the script's #SBATCH lines."""
+    lines = script.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [word for line in lines if line.startswith("#SBATCH") for word in line.split()[1:]]
 
 
 def _copied(script: Path, folder: Path) -> tuple[Path, Path]:
@@ -196,9 +218,15 @@ def _program(words: Sequence[str]) -> int | None:
 def _command(words: Sequence[str]) -> Command:
     at = _program(words)
     assert at is not None
-    given = " ".join(words[1:at]).replace("=", " ").replace("_", "-").split()
+    given = re.sub(r" -([nN])(\d+)", r" -\1 \2", " ".join(words[:at]).replace("=", " ").replace("_", "-")).split()
     numbers = {name: int(value) for name, value in itertools.pairwise(given) if value.isdecimal()}
-    local = next((numbers[n] for n in ("--nproc-per-node", "--num-gpus") if n in numbers), None)
-    nodes = numbers.get("--nnodes", numbers.get("--num-nodes", 1))
-    processes = numbers.get("--worker-num", numbers.get("-n")) if local is None else local * nodes
+
+    def number(names: Sequence[str]) -> int | None:
+        return next((numbers[name] for name in names if name in numbers), None)
+
+    nodes = number(_NODES) or 1
+    local, processes = number(_LOCAL), number(_TOTAL)
+    if local is None and processes is None:
+        local = numbers.get(_TASKS_OF_NODE)  # of srun, which may start one launcher on every node
+    processes = processes if local is None else local * nodes
     return Command(words[0], words[at], tuple(words[at + 1 :]), processes, nodes)

@@ -28,7 +28,12 @@ LAUNCHES = {
     "python -m torch.distributed.run --nproc-per-node 2 pretrain_gpt.py": 2,
     "export DLWS_NUM_WORKER=2; deepspeed --num_nodes ${DLWS_NUM_WORKER} --num_gpus 4 --hostfile h pretrain_gpt.py": 8,
     "msrun --worker_num=4 --local_worker_num=4 --master_port 8848 --join=True pretrain_gpt.py": 4,
-    "srun -l --ntasks 8 sh -c 'python -u /code/pretrain_gpt.py $OPTIONS'": None,
+    "srun -l --ntasks 8 sh -c 'python -u /code/pretrain_gpt.py $OPTIONS'": 8,
+    "srun -N2 --ntasks-per-node=4 python pretrain_gpt.py": 8,
+    "srun -n8 python pretrain_gpt.py": 8,
+    "srun --nodes 2 --ntasks-per-node 1 torchrun --nproc_per_node 4 --nnodes 2 pretrain_gpt.py": 8,
+    "accelerate launch --num_processes 8 --num_machines 2 --machine_rank 0 pretrain_gpt.py": 8,
+    "mpirun -np 8 python pretrain_gpt.py": 8,
     "eval exec python3 pretrain_gpt.py": None,
 }
 
@@ -41,6 +46,23 @@ def test_every_launcher_is_recorded_and_none_is_started(launch, tmp_path, monkey
     with recorded(script(tmp_path, text)) as (command,):
         assert command.trains_gpt and command.options == (*MODEL.split(), "--bf16")
         assert command.processes == LAUNCHES[launch]
+
+
+@pytest.mark.parametrize(
+    "launch, processes",
+    [
+        ("srun python pretrain_gpt.py", 8),
+        ("srun bash -c 'python pretrain_gpt.py'", 8),
+        ("srun torchrun --nproc_per_node 2 pretrain_gpt.py", 4),
+        ("python pretrain_gpt.py", None),
+    ],
+)
+def test_the_header_of_a_job_counts_for_what_it_launches(launch, processes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = script(tmp_path, f"#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node 4\n{launch}\n", "job.sh")
+    for start in (job, script(tmp_path, "sbatch --partition gpu job.sh\n")):
+        with recorded(start) as (command,):
+            assert (command.processes, command.nodes) == (processes, 1 if processes is None else 2)
 
 
 def test_a_job_script_is_followed_and_arguments_and_files_reach_it(tmp_path, monkeypatch):
