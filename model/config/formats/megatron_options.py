@@ -432,10 +432,20 @@ def _layout(reading: Reading, key: str, text: str, stages: int) -> None:
 def _rotary(reading: Reading) -> None:
     kind, key = take(reading, "rope_scaling")
     fixed = {"low": 1.0, "high": 4.0}
-    if key and kind not in ("llama3", "yarn"):
-        raise reading.refuse(key, f"{kind!r}: rotary positions are plain, or scaled by llama3 (Llama 3.1) or yarn")
+    if key and kind not in ("llama3", "yarn", "longrope"):
+        raise reading.refuse(
+            key, f"{kind!r}: rotary positions are plain, or scaled by llama3 (Llama 3.1), yarn or longrope"
+        )
     if key and kind == "llama3":
         reading.set("use_rope_scaling", True, key)
+    elif key and kind == "longrope":  # MindSpeed-LLM's rotary_pos_embedding.py divides the one length by the other
+        longest, first = (reading.either(f"{name}max_position_embeddings") for name in ("", "original_"))
+        if not longest or not first:
+            raise reading.refuse(
+                key, "give --max-position-embeddings and --rope-scaling-original-max-position-embeddings"
+            )
+        reading.set("rope_type", "longrope", key)
+        reading.set("rotary_scaling_factor", int(longest) / int(first), key)
     elif key:
         reading.set("rope_type", "yarn", key)
         factor = reading.either("rope_scaling_factor")  # one name for the factors of both kinds in MindSpeed

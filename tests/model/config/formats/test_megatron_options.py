@@ -112,6 +112,14 @@ def test_reasons_point_to_options_that_exist():
             "--use-rope-scaling --position-embedding-type rope",
         ),
         (
+            "--kv-channels 8 --rope-scaling-type longrope --longrope-freqs-type outer --long-factor 2,2,3,4 "
+            "--short-factor 1,1,1.5,2 --rope-scaling-original-max-position-embeddings 512 "
+            "--max-position-embeddings 2048 --position-embedding-type rope",
+            "--kv-channels 8 --rope-type longrope --rotary-scaling-factor 4 --long-factor 2,2,3,4 "
+            "--short-factor 1,1,1.5,2 --original-max-position-embeddings 512 "
+            "--max-position-embeddings 2048 --position-embedding-type rope",
+        ),
+        (
             "--multi-head-latent-attention --qk-nope-head-dim 16 --qk-rope-head-dim 8 --rope-scaling-type yarn "
             "--rope-scaling-factor 40 --rope-scaling-mscale-all-dim 1 --rope-scaling-beta-fast 16 "
             "--rope-scaling-original-max-position-embeddings 512 --position-embedding-type rope",
