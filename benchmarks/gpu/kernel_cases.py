@@ -27,8 +27,6 @@ RNG = Rng(1)
 HIDDEN, GATED, VOCABULARY = 4096, 11008, 50304
 BEYOND = "beyond 2^31 elements"
 """In the shape of cases whose offsets do not fit into 32 bits."""
-SMALL = "small"
-"""In the shape of cases whose time is that of a launch."""
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
@@ -69,15 +67,15 @@ def _normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, dtype=dtype, device=hal.device())
 
 
-def _reference(op: hal.Op[Any, Any], *arguments: Any) -> Function:
+def _reference(op: hal.Op[Any, Any], *arguments: Any, **options: Any) -> Function:
     """op's reference as a function of (first row, inputs)."""
-    return lambda first, *inputs: op.reference(*inputs, *arguments)
+    return lambda first, *inputs: op.reference(*inputs, *arguments, **options)
 
 
 def kernels(gpu: Gpu) -> Iterator[GpuCase]:
     """Every kernel of HAL at the sizes of a 7B model, and then beyond 2^31 elements."""
     rows, h = 8192 // gpu.shrink, HIDDEN // gpu.shrink
-    for count, note in ((rows, ""), (max(1, 64 // gpu.shrink), f", {SMALL}")):
+    for count, note in ((rows, ""), (max(1, 64 // gpu.shrink), ", small")):
         yield from _norms(gpu, count, h, note)
     yield from _activations(gpu, rows, "")
     yield from _dropout(gpu, rows, h, "")
@@ -153,20 +151,15 @@ def _linear_gelu(gpu: Gpu, rows: int, h: int) -> Iterator[GpuCase]:
     def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
-    def op(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return ops.linear_bias_activation(x, weight, bias, activation="gelu")
-
-    check = ByRows(ops.linear_bias_activation, _linear_gelu_reference, (True, False, False), 3)
+    op = ops.linear_bias_activation
+    check = ByRows(op, _reference(op, activation="gelu"), (True, False, False), 3)
     shape = f"{rows}x{h}x{4 * h} {str(x.dtype).removeprefix('torch.')}"
     product = 2.0 * rows * h * 4 * h
-    functions: dict[str, Function] = {OURS: op, "eager": plain, "compile": gpu.compile(plain)}
+    ours = partial(op, activation="gelu")
+    functions: dict[str, Function] = {OURS: ours, "eager": plain, "compile": gpu.compile(plain)}
     yield from both(
         gpu, "linear + gelu", shape, functions, (x, weight, bias), check, Work(flops=(product, 3 * product))
     )
-
-
-def _linear_gelu_reference(first: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return ops.linear_bias_activation.reference(x, weight, bias, activation="gelu")
 
 
 def _dropout(gpu: Gpu, rows: int, h: int, note: str, only_plain: bool = False) -> Iterator[GpuCase]:

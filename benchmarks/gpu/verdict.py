@@ -26,7 +26,7 @@ from .gpu_report import (
     losses,
     rows,
 )
-from .kernel_cases import BEYOND, SMALL
+from .kernel_cases import BEYOND
 
 HOLDS, REFUTED, OPEN = "holds", "**refuted**", "open"
 
@@ -85,24 +85,14 @@ def _compared(report: Report) -> Iterator[GpuRow]:
         yield from (r for part in MEASURED for r in rows(report, part) if "ratio_median" in r)
 
 
-FEWER = ("layer_norm fwd+bwd", "rms_norm fwd+bwd", "bias_dropout_add fwd+bwd")
-FEWER_OF_BANDWIDTH = 0.70
-"""Cases that have a lower goal, because their backward kernels also sum over all rows."""
-
-
 def _bandwidth(report: Report) -> Judgement:
-    shares = {
-        (r["name"], r["shape"]): r["share_of_ceiling"]
-        for r in _compared(report)
-        if r["share_of_ceiling"] and SMALL not in r["shape"]
-    }
+    shares = {f"{r['name']} {r['shape']}": r["share_of_ceiling"] for r in _compared(report) if r["share_of_ceiling"]}
     if not shares:
         return _open("no kernel has been timed")
-    goals = {case: FEWER_OF_BANDWIDTH if case[0] in FEWER else GOAL_OF_BANDWIDTH for case in shares}
-    slow = sorted((case for case in shares if shares[case] < goals[case]), key=lambda case: shares[case])
-    worst = ", ".join(f"{' '.join(case)} {shares[case]:.0%}" for case in slow[:3])
-    met = f"{len(shares) - len(slow)} of {len(shares)} cases do; the lowest share is {min(shares.values()):.0%}"
-    return _decided(not slow, f"{met}; too slow: {worst}" if slow else met)
+    slow = {case: share for case, share in shares.items() if share < GOAL_OF_BANDWIDTH}
+    worst = ", ".join(f"{case} {slow[case]:.0%}" for case in sorted(slow, key=lambda case: slow[case])[:3])
+    met = f"{len(shares) - len(slow)} of {len(shares)} cases reach {GOAL_OF_BANDWIDTH:.0%}"
+    return _decided(not slow, f"{met}; slowest: {worst}" if slow else met)
 
 
 def _values(report: Report, note: str = "") -> Judgement:
@@ -148,14 +138,12 @@ def _backward_of_dropout(report: Report) -> Judgement:
 
 
 def _fastest(report: Report) -> Judgement:
-    """That no kernel of torch is more than 10 % faster than the one that HAL chooses."""
+    """That no kernel of torch is more than 2 % faster than the one that HAL chooses."""
     found = [r for r in _compared(report) if r["name"].startswith("attention causal")]
     if not found:
         return _open("attention has not been timed")
-    faster = [f"{r['peer']} {r['shape']}: {1 / r['ratio_median']:.2f}" for r in found if r["ratio_median"] < 0.9]
-    closest = min(found, key=lambda r: r["ratio_median"])
-    most = f"at most {1 / closest['ratio_median']:.2f} ({closest['peer']} {closest['shape']}) in {len(found)} rows"
-    return _decided(not faster, "; ".join(faster[:3]) or most)
+    faster = [f"{r['peer']} {r['shape']}: {1 / r['ratio_median']:.2f}" for r in found if r["ratio_median"] < 0.98]
+    return _decided(not faster, "; ".join(faster[:3]) or f"no peer is faster in {len(found)} rows")
 
 
 def _order(report: Report) -> Judgement:
@@ -196,14 +184,10 @@ CLAIMS = (
     ),
     Claim("verified/README.md", "beyond 2^31 elements", partial(_values, note=BEYOND)),
     Claim("verified/README.md", "the losses of a training run are those of `cpu_ref`", _training),
+    Claim("verified/README.md", "Kernels reach 85 % of the bandwidth of a copy, forward and backward.", _bandwidth),
     Claim(
         "verified/README.md",
-        "Kernels reach 85 % of the bandwidth of a copy on tensors larger than the cache, forward and backward",
-        _bandwidth,
-    ),
-    Claim(
-        "verified/README.md",
-        "No kernel of torch is more than 10 % faster at causal attention than the one that HAL chooses",
+        "No kernel of torch is faster at causal attention than the one that HAL chooses.",
         _fastest,
     ),
     Claim(

@@ -62,7 +62,7 @@ def report(good: bool, device="NVIDIA H100 80GB HBM3", simulated=False):
             "kernels": part(case("rms_norm fwd", share=0.9 if good else 0.5)),
             "large": part(case("rms_norm fwd", f"8, {BEYOND}", share=0.9, error=0.5 if good else 2.0)),
             "attention": part(
-                case("attention causal fwd", peer=first, ratio=1.0 if good else 0.8),
+                case("attention causal fwd", peer=first, ratio=1.0 if good else 0.9),
                 case("attention causal fwd", peer=second, ratio=1.2),
                 case(window, peer=tried["window"][0 if good else 1], ratio=1.0),
                 case(f"{dropout} fwd", seconds=1e-3, rate=150e12 if good else 20e12),
@@ -104,11 +104,8 @@ def test_the_page_counts_and_shows_each_claim_with_its_evidence():
     assert sum(line.startswith("| ") for line in text.splitlines()) == len(CLAIMS) + 1
 
 
-BANDWIDTH = "Kernels reach 85 % of the bandwidth of a copy on tensors larger than the cache, forward and backward"
-
-
 def test_the_times_of_a_rehearsal_decide_nothing():
     judged = verdicts(report(False, simulated=True))
-    assert judged[BANDWIDTH] == OPEN
+    assert judged["Kernels reach 85 % of the bandwidth of a copy, forward and backward."] == OPEN
     assert judged["beyond 2^31 elements"] == REFUTED  # its values are real
     assert "nothing here is about a GPU" in page(report(True, simulated=True))
