@@ -18,7 +18,7 @@ WORKERS ?= auto
 TEST = OMP_WAIT_POLICY=passive $(1)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
 SIMULATED := tests/backends/npu tests/backends/cuda tests/benchmarks/npu
 # CI runs this share of the nightly tests, selected by the commit.
-SHARE ?= 0.07
+SHARE ?= 0.1
 SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
 .PHONY: train test test-slow test-simulators nightly nightly-tests nightly-simulators nightly-sample production fuzzers
