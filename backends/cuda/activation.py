@@ -34,7 +34,7 @@ def _forward(x: Tensor, bias: Tensor | None, kind: str, gated: bool) -> tuple[Te
     return y, (x, b, kind, gated)
 
 
-def backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
+def _backward(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """dx like x, and dbias (None without a bias), from dy [..., h]."""
     x, bias, kind, gated = residuals
     dbias = None if bias is None else torch.empty_like(bias)
@@ -61,6 +61,6 @@ def gradient(x: Tensor, bias: Tensor | None, kind: str, gated: bool, dy: Tensor,
 
 
 swiglu, geglu, bias_gelu = activations_from(_forward)
-Cuda.impl(ops.swiglu, id="cuda/kernel", why_not=refuses(ops.swiglu), bwd=backward)(swiglu)
-Cuda.impl(ops.geglu, id="cuda/kernel", why_not=refuses(ops.geglu), bwd=backward)(geglu)
-Cuda.impl(ops.bias_gelu, id="cuda/kernel", why_not=refuses(ops.bias_gelu), bwd=backward)(bias_gelu)
+Cuda.impl(ops.swiglu, id="cuda/kernel", why_not=refuses(ops.swiglu), bwd=_backward)(swiglu)
+Cuda.impl(ops.geglu, id="cuda/kernel", why_not=refuses(ops.geglu), bwd=_backward)(geglu)
+Cuda.impl(ops.bias_gelu, id="cuda/kernel", why_not=refuses(ops.bias_gelu), bwd=_backward)(bias_gelu)

@@ -24,7 +24,7 @@ from hal import Call, by_metadata, ops
 from . import launch
 from .activation import gradient
 from .device import Cuda
-from .tensors import aligned, reasons
+from .tensors import LANES, dense, reasons
 
 _TYPE = {torch.float16: 2, torch.bfloat16: 14}
 """cudaDataType_t: CUDA_R_16F, CUDA_R_16BF."""
@@ -37,8 +37,6 @@ _MIN_ALIGNMENT = (5, 6, 7, 8)
 """cublasLtMatmulPreferenceAttributes_t; of A, B, C and D."""
 _WORKSPACE = 32 << 20
 """Bytes that an algorithm may use, as torch allows its own products on Hopper."""
-_LANES = 8
-"""Rows of the operands must be multiples of 16 bytes."""
 
 
 class _Heuristic(ctypes.Structure):
@@ -166,14 +164,15 @@ def _why_not(call: Call) -> Sequence[str]:
     if call.x.dtype not in _TYPE:
         refusals.append(f"dtype {call.x.dtype} (products of bfloat16 and float16)")
     n_out, n_in = call.weight.shape
-    if n_out % _LANES or n_in % _LANES:
+    lanes = LANES[torch.bfloat16]  # of both types
+    if n_out % lanes or n_in % lanes:
         refusals.append(f"sizes {n_in} and {n_out} (rows of a multiple of 16 bytes)")
     if not call.x.numel() or not n_out:
         refusals.append("an empty product")
     if not refusals and not launch.simulated() and call.x.is_cuda:
         try:
             with torch.cuda.device(call.x.device):
-                _products(torch.cuda.current_device(), call.x.dtype, call.x.numel() // n_in, n_out, n_in)
+                _products(call.x.device.index, call.x.dtype, call.x.numel() // n_in, n_out, n_in)
         except (OSError, hal.HalError) as error:
             refusals.append(f"cuBLASLt: {error}")
     return refusals
@@ -183,12 +182,6 @@ def stand_in(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The result and the argument of gelu on the simulator."""
     exact = F.linear(x.float(), weight.float(), bias.float())
     return F.gelu(exact, approximate="tanh").to(x.dtype), exact.to(x.dtype)
-
-
-def _dense(t: Tensor) -> Tensor:
-    """t, contiguous and on a 16-byte boundary."""
-    t = t.contiguous()
-    return t if aligned(t) else t.clone()
 
 
 def _bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
@@ -207,13 +200,13 @@ def linear_bias_activation(
 ) -> tuple[Tensor, tuple[Any, ...]]:
     """The argument of gelu is stored without gradients, too: activation recomputation then gets the same bits."""
     assert bias is not None
-    x, weight, bias = _dense(x), _dense(weight), _dense(bias)
+    x, weight, bias = dense(x), dense(weight), dense(bias)
     if launch.simulated():
         y, argument = stand_in(x, weight, bias)
     else:
         y = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype, device=x.device)
         argument = torch.empty_like(y)
         with torch.cuda.device(x.device):
-            product = _products(torch.cuda.current_device(), x.dtype, x.numel() // x.shape[-1], *weight.shape)
+            product = _products(x.device.index, x.dtype, x.numel() // x.shape[-1], *weight.shape)
             product.run(x, weight, bias, y, argument)
     return y, (x, weight, bias, argument)

@@ -18,7 +18,7 @@ from hal.backend_tools import filled_groups
 from . import launch
 from .device import Cuda
 from .linear import linear_wgrad
-from .tensors import LANES, TYPE, aligned, reasons, refuses, threads_for
+from .tensors import LANES, TYPE, aligned, dense, reasons, refuses, threads_for
 
 
 def _grouped_mm_refusals(x: Tensor, experts: int, n_out: int, n_in: int) -> list[str]:
@@ -37,12 +37,6 @@ def _why_not(call: Call) -> Sequence[str]:
     return _grouped_mm_refusals(call.x, *call.weight.shape)
 
 
-def _dense(t: Tensor) -> Tensor:
-    """t, contiguous and on a 16-byte boundary."""
-    t = t.contiguous()
-    return t if aligned(t) else t.clone()
-
-
 def _ends(group_sizes: Tensor) -> Tensor:
     return group_sizes.cumsum(0).to(torch.int32)
 
@@ -50,14 +44,14 @@ def _ends(group_sizes: Tensor) -> Tensor:
 def _linear_bwd(residuals: tuple[Any, ...], dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None, Tensor | None]:
     """dx [n, in] and dweight [e, out, in] from dy [n, out], as far as `needs` requires them."""
     x, weight, ends = residuals
-    dy, multiply = _dense(dy), torch.nn.functional.grouped_mm
+    dy, multiply = dense(dy), torch.nn.functional.grouped_mm
     dx = multiply(dy, weight, offs=ends) if needs[0] else None
     return dx, multiply(dy.t(), x, offs=ends) if needs[1] else None
 
 
 @Cuda.impl(ops.grouped_linear, id="cuda/grouped_mm", why_not=_why_not, bwd=_linear_bwd)
 def grouped_linear(x: Tensor, weight: Tensor, group_sizes: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-    x, weight, ends = _dense(x), _dense(weight), _ends(group_sizes)
+    x, weight, ends = dense(x), dense(weight), _ends(group_sizes)
     return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends), (x, weight, ends)
 
 
@@ -107,7 +101,7 @@ def grouped_linear_wgrad(x: Tensor, dy: Tensor, group_sizes: Tensor, main_grad: 
 def _swiglu_bwd(residuals: tuple[Any, ...], dy: Tensor) -> tuple[Tensor, Tensor]:
     """dx [n, 2h] and dprobs [n] from dy [n, h]."""
     x, weights, dtype = residuals
-    dy, dx, dprobs = _dense(dy), torch.empty_like(x), torch.zeros_like(weights)
+    dy, dx, dprobs = dense(dy), torch.empty_like(x), torch.zeros_like(weights)
     if x.numel():
         _swiglu("weighted_swiglu_bwd", x, (weights, dy, dx, dprobs), dy, dx)
     return dx, dprobs.to(dtype)

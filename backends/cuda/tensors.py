@@ -62,6 +62,12 @@ def aligned(*tensors: Tensor | None) -> bool:
     return all(at % 16 == 0 for at in addresses)
 
 
+def dense(t: Tensor) -> Tensor:
+    """t, contiguous and on a 16-byte boundary."""
+    t = t.contiguous()
+    return t if aligned(t) else t.clone()
+
+
 def threads_for(items: int) -> int:
     """Threads of a block that divides `items` among them: a multiple of the warp size, at most MAX_THREADS."""
     return max(32, min(launch.MAX_THREADS, -(-items // 32) * 32))

@@ -11,6 +11,7 @@ from torch import Tensor
 import hal
 from hal import ops
 from hal.backends.cuda import Cuda, cublaslt
+from hal.backends.cuda.tensors import dense
 
 (IMPL,) = Cuda.impls["linear_bias_activation"]
 
@@ -32,6 +33,15 @@ def test_values_and_gradients_are_the_references(simulated: Cuda) -> None:
     gradients = torch.autograd.grad(expected, exact, dy.double())
     for got, wanted in zip(torch.autograd.grad(y, leaves, dy), gradients):
         torch.testing.assert_close(got.double(), wanted, rtol=2**-6, atol=6e-2)
+
+
+def test_operands_off_16_byte_boundaries_are_copied() -> None:
+    row = torch.arange(25, dtype=torch.bfloat16)
+    aligned = row[:24].view(3, 8)
+    assert dense(aligned).data_ptr() == aligned.data_ptr()
+    for other in (row[1:].view(3, 8), aligned.t()):
+        copy = dense(other)
+        assert copy.is_contiguous() and copy.data_ptr() % 16 == 0 and torch.equal(copy, other)
 
 
 REFUSED = [
