@@ -54,8 +54,8 @@ import json, os, subprocess, sys
 name, words = sys.argv[1], sys.argv[2:]
 job = json.loads(os.environ.get("HAL_RECORD_JOB", "[]"))  # the launchers and the job around this command
 scripts = [i for i, word in enumerate(words) if word.endswith((".sh", ".sbatch", ".slurm"))]
-if name == "sbatch" and scripts:  # the script of a job
-    at = scripts[0]
+if name == "job" or (name == "sbatch" and scripts):  # the given script, or one that it submits
+    at = scripts[0] if name == "sbatch" else 0
     with open(words[at], encoding="utf-8", errors="replace") as file:
         header = [word for line in file if line.startswith("#SBATCH") for word in line.split()[1:]]
     os.environ["HAL_RECORD_JOB"] = json.dumps([*header, *words[:at]])
@@ -125,22 +125,15 @@ def recorded(
         environment |= {
             "PATH": f"{tools}:{environment.get('PATH', os.defpath)}",
             "HAL_RECORD": str(record),
-            "HAL_RECORD_JOB": json.dumps(_header(script)),
             "PWD": str(work),
         }
-        code = _run(["bash", str(relative), *arguments], work, environment, timeout, folder / "output")
+        code = _run(recorder, [str(relative), *arguments], work, environment, timeout, folder / "output")
         commands = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
         if code and not commands:
             last = (folder / "output").read_text(errors="replace").splitlines()[-3:] or ["nothing"]
             said = "".join(f"\n  {line}" for line in last)
             raise ConfigError(f"{script} ended with exit code {code} and started nothing. It printed:{said}")
         yield [_command(_where_it_was(words, work)) for words in commands if _program(words) is not None]
-
-
-def _header(script: Path) -> list[str]:
-    """The words of the script's #SBATCH lines."""
-    lines = script.read_text(encoding="utf-8", errors="replace").splitlines()
-    return [word for line in lines if line.startswith("#SBATCH") for word in line.split()[1:]]
 
 
 def _copied(script: Path, folder: Path) -> tuple[Path, Path]:
@@ -169,12 +162,14 @@ def _name_placeholders(script: Path) -> None:
     script.write_text(named, encoding="utf-8", errors="surrogateescape")
 
 
-def _run(command: Sequence[str], work: Path, environment: Mapping[str, str], timeout: float, output: Path) -> int:
-    """Runs the script in a separate process group, so that all its children end with it. Returns its exit code; what it
-    prints is in `output`."""
+def _run(
+    recorder: Path, words: Sequence[str], work: Path, environment: Mapping[str, str], timeout: float, output: Path
+) -> int:
+    """Runs the script and its arguments in a separate process group, so that all its children end with it. Returns its
+    exit code; what it prints is in `output`."""
     with output.open("wb") as file:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-I", str(recorder), "job", *words],
             cwd=work,
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -185,7 +180,7 @@ def _run(command: Sequence[str], work: Path, environment: Mapping[str, str], tim
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{command[1]} did not end within {timeout:g} seconds; it waits for something") from None
+        raise ConfigError(f"{words[0]} did not end within {timeout:g} seconds; it waits for something") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

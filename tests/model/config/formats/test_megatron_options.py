@@ -198,6 +198,14 @@ def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch)
         ("--context-parallel-size 4 --cp-comm-type a2a+p2p", "needs --ulysses-degree-in-cp"),
         ("--cuda-graph-impl graph", "'graph' is not one of none, local, transformer_engine"),
         ("--cuda-graph-impl full_iteration --cuda-graph-modules attn", "remove --cuda-graph-modules attn"),
+        (
+            "--rope-scaling-type longrope --max-position-embeddings 64",
+            "give --max-position-embeddings and --rope-scaling-original-max-position-embeddings",
+        ),
+        (
+            "--rope-scaling-type longrope --rope-scaling-original-max-position-embeddings 64",
+            "give --max-position-embeddings and --rope-scaling-original-max-position-embeddings",
+        ),
         ("--yarn-beta-fast 16", "HAL's YaRN is --position-embedding-type rope --rope-type yarn"),
         ("--suspend-timeout 3", "`hal generate` samples from a model"),
         ("--train-weighted-split-paths GIVEN:1", "--train-weighted-split-paths GIVEN:1: read the data with one of"),
