@@ -366,6 +366,21 @@ class Config:
     reset_position_ids: bool = _opt(False, "restart position ids after each end-of-document token")
     reset_attention_mask: bool = _opt(False, "mask attention across document boundaries")
     eod_mask_loss: bool = _opt(False, "mask the loss where the input is the end-of-document token")
+    fim_data: bool = _opt(False, "rearrange texts for filling in the middle (arXiv 2207.14255)")
+    fim_rate: float = _opt(0.5, "probability that a document's part of a sequence is rearranged", "in (0, 1]")
+    fim_spm_rate: float = _opt(
+        0.5, "probability that a rearranged text has its suffix first (suffix, prefix, middle)", "in (0, 1]"
+    )
+    fim_split_sample: str | None = _opt(None, "token that separates the fragments of a document, such as files")
+    fim_fragment_rate: float | None = _opt(
+        None, "probability that a fragment of such a document is rearranged", "in (0, 1]"
+    )
+    fim_no_prefix: str | None = _opt(None, "beginning of texts that are not rearranged")
+    fim_prefix_token: str = _opt("<fim_prefix>", "token before the prefix")
+    fim_middle_token: str = _opt("<fim_middle>", "token before the middle")
+    fim_suffix_token: str = _opt("<fim_suffix>", "token before the suffix")
+    fim_pad_token: str = _opt("<fim_pad>", "token that fills a sequence whose text has become shorter")
+    fim_eod_token: str | None = _opt(None, "token between documents; default: the tokenizer's end-of-document token")
     sft: bool = _opt(
         False,
         "supervised finetuning: data are JSON lines with prompt and completion (or response), or messages; the loss "
@@ -663,6 +678,11 @@ class Config:
         """Whether the number of steps follows from that of the examples."""
         steps_given = "train_iters" in self.given or "train_iters" in self.origins  # by the user, or by a checkpoint
         return self.sft and self.train_samples is None and not (steps_given and self.num_train_epochs is None)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether attention rotates queries and keys by their positions, which latent attention always does."""
+        return self.position_embedding_type == "rope" or self.multi_latent_attention
 
     @property
     def restarts_positions(self) -> bool:

@@ -134,7 +134,7 @@ def _shape(c: Config) -> Iterator[str]:
     if len(activations) > 1:
         yield f"{' and '.join(map(_flag, activations))} contradict each other; give one"
     channels = c.qk_pos_emb_head_dim if c.multi_latent_attention else c.kv_channels
-    if c.position_embedding_type == "rope" and int(channels * c.rotary_percent) < 2:
+    if c.rotates and int(channels * c.rotary_percent) < 2:
         yield f"rotary positions need at least two channels per head; the head size is {channels}"
     for name in ("window_attn_skip_freq", "no_rope_freq"):
         try:
@@ -203,6 +203,10 @@ def _data_sources(c: Config) -> Iterator[str]:
         yield f"{given[0]} and {given[1]} contradict each other; give one"
     if c.sft and (c.text_file or c.mock_data):
         yield f"--sft and {'--text-file' if c.text_file else '--mock-data'} contradict each other; give --data-path"
+    if c.fim_data and (c.sft or c.mock_data):
+        yield f"--fim-data and {'--sft' if c.sft else '--mock-data'} contradict each other; give one"
+    if c.fim_data and c.fim_split_sample is not None and c.fim_fragment_rate is None:
+        yield "--fim-split-sample needs --fim-fragment-rate, the probability that a fragment is rearranged"
     if c.num_train_epochs is not None:
         for name in ("train_iters", "train_samples"):
             if name in c.given and getattr(c, name) is not None:
@@ -303,7 +307,11 @@ def _ignored(c: Config) -> Iterator[str]:
         ("valid_data_path", c.eval_interval is not None, "--eval-interval"),
         ("fp8_recipe", c.fp8_format is not None, "--fp8-format"),
         ("chat_template packing truncation num_train_epochs", c.sft, "--sft"),
-        ("reset_position_ids", c.position_embedding_type != "none", "a --position-embedding-type other than none"),
+        (
+            "reset_position_ids",
+            c.rotates or c.position_embedding_type != "none",
+            "a --position-embedding-type other than none",
+        ),
         ("lr_decay_samples lr_warmup_samples lr_wsd_decay_samples", c.train_samples is not None, "--train-samples"),
         (
             "start_weight_decay end_weight_decay",
@@ -330,7 +338,7 @@ def idle(c: Config) -> Iterator[str]:
     Each row: option names, whether the run reads them, what would read them.
     """
     full = c.recompute_granularity == "full"
-    rope, dynamic = c.position_embedding_type == "rope", c.fp16 and c.loss_scale is None
+    rope, dynamic = c.rotates, c.fp16 and c.loss_scale is None
     wsd, ramp = c.lr_decay_style == "WSD", c.weight_decay_incr_style != "constant"
     rules = [
         (
@@ -339,6 +347,13 @@ def idle(c: Config) -> Iterator[str]:
             "--position-embedding-type rope",
         ),
         *latent.readers(c),
+        (
+            "fim_rate fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token "
+            "fim_pad_token fim_eod_token",
+            c.fim_data,
+            "--fim-data",
+        ),
+        ("fim_fragment_rate", c.fim_data and c.fim_split_sample is not None, "--fim-data and --fim-split-sample"),
         ("gelu_approximate", not (c.swiglu or c.squared_relu), "a gelu or geglu MLP"),
         (
             "add_qkv_bias add_dense_bias add_mlp_bias",

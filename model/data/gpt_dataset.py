@@ -23,6 +23,7 @@ from ..common.atomic_files import cache_dir, made_once, make_folder
 from ..config.schema import Config, ConfigError
 from ..config.validation import split_proportions
 from ..parallel import document_mask
+from . import fill_in_the_middle
 from .fingerprint import of_prefix
 from .indexed_dataset import check_ids, read_index, read_note, require_ids, require_match
 from .megatron_datasets import gpt_dataset, helpers, indexed_dataset
@@ -117,6 +118,8 @@ def open_data(config: Config, tokenizer: Tokenizer, samples: dict[str, int]) -> 
         source["files"] = [fingerprints[prefix] for prefix in blend.prefixes]
         weights = None if blend.weights is None else [round(w, 12) for w in blend.weights]
         source["weights"], source["parts"] = weights, _parts(dataset)
+        if config.fim_data:
+            source["fill_in_the_middle"] = fill_in_the_middle.settings(config)
         opened[name] = Split(dataset, tokenizer.vocab_size, tokenizer.eod, config.eod_mask_loss, source)
     return opened
 
@@ -311,13 +314,16 @@ def _open_one(
     # None means one epoch. All runs that need at most one epoch share the same index maps and the same order.
     requested = None if count is None or count * config.seq_length < tokens else count
     module = gpt_dataset()
+    kind = module.GPTDataset
+    if config.fim_data:
+        rearrangement = fill_in_the_middle.Rearrangement(config, tokenizer, SPLITS.index(name))
+        kind = fill_in_the_middle.dataset_class(kind, rearrangement)
 
     def build(cache: Path) -> Any:
         settings = _settings(config, tokenizer, cache, prefix)
         low = indexed_dataset().IndexedDataset(str(prefix))
-        return module.GPTDataset(
-            low, str(prefix), numpy.arange(*span, dtype=numpy.int32), requested, module.Split[name], settings
-        )
+        return kind(low, str(prefix), numpy.arange(*span, dtype=numpy.int32), requested, module.Split[name], settings)
 
     key = (*_identity(prefix), tokenizer.unique_identifiers, name, span, requested, config.seq_length, config.seed)
+    key += (kind.__name__,) * config.fim_data  # megatron-core's names of index maps contain that of the class
     return build(_maps(config, name, key, build))

@@ -171,6 +171,11 @@ def _data(state: Mapping[str, Any], data: Mapping[str, Split]) -> tuple[list[str
         now = split.source
         if "weights" in saved and saved["weights"] != now.get("weights"):
             changed.append(f"the weights of the {name} split's files changed: {_brief(saved, 'weights', now)}")
+        if saved.get("fill_in_the_middle") != now.get("fill_in_the_middle"):
+            changed.append(
+                f"the {name} split's texts are rearranged otherwise (--fim-data and its options): "
+                f"{_brief(saved, 'fill_in_the_middle', now)}"
+            )
         if "parts" in saved and saved["parts"] != now.get("parts"):
             uncertain.append(
                 f"the {name} split may have other samples or another order of them: [first sequence, last sequence, "

@@ -64,6 +64,10 @@ class Tokenizer(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
 
+    def token_id(self, token: str) -> int | None:
+        """The id of one token, special tokens included, by its text; None if the vocabulary lacks it."""
+        return None
+
     @property
     def ends(self) -> frozenset[int]:
         """All ids with which generated texts end."""
@@ -102,6 +106,12 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Invalid UTF-8 becomes replacement characters."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Characters of ASCII are tokens, and <|endoftext|> is the end of a document."""
+        if token == "<|endoftext|>":
+            return self.eod
+        return ord(token) if len(token) == 1 and token.isascii() else None
 
     def display(self, ids: Sequence[int]) -> str:
         r"""Bytes that are no UTF-8 are written as \xff: a model of bytes may generate them anywhere."""
@@ -181,6 +191,10 @@ class WhitespaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return " ".join(self._words.get(i, "<unk>") for i in ids)
+
+    def token_id(self, token: str) -> int | None:
+        index: int | None = self._ids.get(token)
+        return index
 
     def pipeline(self) -> str:
         from tokenizers import Tokenizer as Pipeline

@@ -35,6 +35,10 @@ class _LibraryTokenizer(Tokenizer):
         with contained("the tokenizer cannot decode ids", ConfigError):
             return str(self._pipeline.decode(list(ids)))
 
+    def token_id(self, token: str) -> int | None:
+        index: int | None = self._pipeline.token_to_id(token)
+        return index
+
     def pipeline(self) -> str:
         from tokenizers import Tokenizer as Pipeline
 
@@ -134,6 +138,10 @@ class GPTSentencePieceTokenizer(Tokenizer):
         with contained("the tokenizer cannot decode ids", ConfigError):
             return str(self._pieces.decode([i for i in map(int, ids) if i < self.count]))
 
+    def token_id(self, token: str) -> int | None:
+        index = int(self._pieces.piece_to_id(token))  # the id of <unk> for what is no piece
+        return index if self._pieces.id_to_piece(index) == token else None
+
 
 class SentencePieceTokenizer(GPTSentencePieceTokenizer):
     """A SentencePiece model with Megatron's <CLS>, <SEP>, <EOD>, <MASK>, <PAD>, <BOS>, <EOS> and <extra_id_N> appended
@@ -153,7 +161,11 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
         for name in names:
             if name not in ids:
                 ids[name], size = size, size + 1
+        self._ids = ids
         return size, ids["<EOD>"]
+
+    def token_id(self, token: str) -> int | None:
+        return self._ids.get(token)
 
 
 class Llama2Tokenizer(GPTSentencePieceTokenizer):

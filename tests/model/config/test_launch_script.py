@@ -132,10 +132,10 @@ def test_the_yaml_says_what_became_of_every_option_and_resolves(tmp_path, capsys
 
 def test_refused_options_are_comments_and_the_exit_code_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = script(tmp_path, f"python pretrain_gpt.py {MODEL} {TRAINING} --fp4-format e2m1 --fim-data")
+    path = script(tmp_path, f"python pretrain_gpt.py {MODEL} {TRAINING} --fp4-format e2m1 --embed-layernorm")
     assert main(["import", str(path)]) == 1
     captured = capsys.readouterr()
-    assert "# --fp4-format e2m1: " in captured.out and "# --fim-data" in captured.out
+    assert "# --fp4-format e2m1: " in captured.out and "# --embed-layernorm" in captured.out
     assert "refused" in captured.err
 
 
@@ -151,7 +151,11 @@ def test_refused_options_are_comments_and_the_exit_code_says_so(tmp_path, capsys
         ),
         ("python pretrain_gpt.py --num-layers 2", ["--number", "3"], "--number 3: .* starts 1 trainings"),
         ("python pretrain_gpt.py --num-lairs 2", [], "Did you mean --num-layers"),
-        ("python pretrain_gpt.py --fim-data --num-query-groups 3", [], "(?s)--fim-data.*--num-query-groups 3"),
+        (
+            "python pretrain_gpt.py --embed-layernorm --num-query-groups 3",
+            [],
+            "(?s)--embed-layernorm.*--num-query-groups 3",
+        ),
     ],
 )
 def test_what_cannot_be_imported_is_explained(text, arguments, says, tmp_path, monkeypatch):
