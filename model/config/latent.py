@@ -35,11 +35,6 @@ def problems(c: Config) -> Iterator[str]:
         return
     if c.rope_type == "longrope":
         yield "--rope-type longrope is for models without --multi-latent-attention; give --rope-type yarn or rope"
-    if c.position_embedding_type != "rope":
-        yield (
-            f"--multi-latent-attention rotates {c.qk_pos_emb_head_dim} channels of each head by position, and takes no "
-            f"--position-embedding-type {c.position_embedding_type}; give --position-embedding-type rope"
-        )
     if c.no_rope_freq is not None:
         yield f"--no-rope-freq {c.no_rope_freq} is for models without --multi-latent-attention; remove it"
     if c.num_query_groups != c.num_attention_heads:
@@ -86,7 +81,7 @@ def readers(c: Config) -> Iterator[tuple[str, bool, str]]:
     """(names of options, whether the run reads them, what would read them)."""
     yield OPTIONS, c.multi_latent_attention, "--multi-latent-attention"
     yarn, longrope = c.rope_type == "yarn", c.rope_type == "longrope"
-    yield "rope_type rotary_seq_len_interpolation_factor", c.position_embedding_type == "rope", "rotary positions"
+    yield "rope_type rotary_seq_len_interpolation_factor", c.rotates, "rotary positions"
     whole = c.multi_latent_attention and yarn
     yield "rotary_percent", not whole, "attention without --multi-latent-attention and --rope-type yarn"
     yield YARN, yarn, "--rope-type yarn"

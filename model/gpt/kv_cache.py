@@ -62,8 +62,7 @@ class KeyValueCache:
         }
         self._device = device
         self._hidden: dict[tuple[Any, ...], Tensor] = {}
-        rope, rows = config.position_embedding_type == "rope", self.capacity
-        self._angles = rotation(config, rows, device, longest=capacity) if rope else None
+        self._angles = rotation(config, self.capacity, device, longest=capacity) if config.rotates else None
 
     def append(self, layer: int, *new: Tensor) -> list[Tensor]:
         """Stores keys and values (or latents) [s, b, g, d] of the next s tokens; returns all, [length + s, b, g, d].

@@ -276,7 +276,7 @@ class GPT(nn.Module):
         return hal.to_device(document_mask.positions(starts), device)
 
     def _rotation(self, full: int, device: torch.device, starts: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        if self.config.position_embedding_type != "rope":
+        if not self.config.rotates:
             return None
         rows, positions = self.parallel.context_rows(full), self._positions(starts, device)
         if positions is not None:

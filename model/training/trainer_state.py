@@ -219,7 +219,8 @@ def _experts(o: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def _function(o: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a config that determine the function of the weights; None for options without effect."""
-    rope, pre, n = o["position_embedding_type"] == "rope", o["pre_tokens"], o["num_layers"]
+    rope = o["position_embedding_type"] == "rope" or o["multi_latent_attention"]  # as Config.rotates
+    pre, n = o["pre_tokens"], o["num_layers"]
     pre, next_ = None if pre is None or pre >= o["seq_length"] else pre, min(0, o["next_tokens"] or 0)
     skips, windowed = o["window_attn_skip_freq"], (pre, next_) != (None, 0)
     return {

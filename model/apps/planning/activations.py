@@ -56,7 +56,7 @@ def _queries(shape: Shape, selective: bool) -> int:
     """Queries, keys and values as attention keeps them for its backward pass, and the latents they are made of."""
     if shape.latent is not None:
         return shape.latent.latents() + shape.latent.heads_kept(selective)
-    c, rope = shape.config, shape.config.position_embedding_type == "rope"
+    c, rope = shape.config, shape.config.rotates
     per_row = shape.config.micro_batch_size * shape.element * shape.rows
     whole = c.context_parallel_size == 1
     copied = c.use_flash_attn and (c.shape_order in ("SBH", "BSH") if whole else c.ulysses_degree > 1)

@@ -12,8 +12,6 @@ BASE = {"backend": "cpu_ref", "num_attention_heads": 4}
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"position_embedding_type": "learned_absolute"}, "give --position-embedding-type rope"),
-        ({"position_embedding_type": "none"}, "give --position-embedding-type rope"),
         ({"num_query_groups": 2}, "remove --num-query-groups 2"),
         ({"qk_pos_emb_head_dim": 5}, "--qk-pos-emb-head-dim 5 must be even"),
         ({"rotary_interleaved": True}, "--rotary-interleaved"),

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek-latent": {**DEEPSEEK, **LATENT_OPTIONS},
     "latent": DENSE,
     "latent-plain": {**DENSE, **PLAIN, "mscale_all_dim": 0.0, "rotary_base": 1000.0},
+    "latent-learned": {**DENSE, "position_embedding_type": "learned_absolute"},
     "gelu-top1": {**MIXTRAL, **GELU},
     "global": {**MIXTRAL, "moe_router_load_balancing_type": ("global_aux_loss",)},
     "dropping": {**MIXTRAL, "moe_expert_capacity_factor": 0.8},
@@ -66,7 +67,7 @@ def core_losses(run: Any, dispatcher: str, steps: int) -> tuple[list[float], lis
         c.padded_vocab_size,
         c.seq_length,
         share_embeddings_and_output_weights=False,
-        position_embedding_type="rope",
+        position_embedding_type=c.position_embedding_type,
     )
     ours = {name: t.clone() for name, t in run.model.state_dict().items()}
     inner.load_state_dict(to_megatron_core(ours), strict=True)

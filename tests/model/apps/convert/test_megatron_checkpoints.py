@@ -235,7 +235,7 @@ def test_incomplete_and_damaged_files_are_refused(tmp_path: Path) -> None:
         ({"num_experts": 8, "moe_latent_size": 16}, "experts of another width"),
         ({"num_experts": 8, "moe_shared_expert_gate": True}, "a gate on the shared expert"),
         ({"qk_layernorm": True}, "missing .*k_layernorm"),
-        ({"multi_latent_attention": True}, "takes no --position-embedding-type learned_absolute"),
+        ({"multi_latent_attention": True}, "missing .*linear_kv_down_proj"),
         ({"softmax_scale": 1.0}, "a custom attention scale"),
         ({"softmax_type": "learnable"}, "softmax of attention is of type 'learnable'"),
         ({"rope_type": "yarn"}, "of type 'yarn'"),
