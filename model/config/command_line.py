@@ -328,6 +328,11 @@ def _read_flat(reading: Reading, content: Mapping[Any, Any]) -> None:
         if name in spelled_as:
             raise ConfigError(f"{reading.file} sets '{name}' twice, as {spelled_as[name]} and as {key}")
         spelled_as[name] = key
+        if f"{spelled} {value}" in table():
+            foreign[f"{spelled} {value}"] = str(key), [str(value)]
+            return
+        if isinstance(value, str) and spelled in table():
+            value = table()[spelled].values.get(value, value)
         if value is not None:
             value = convert(name, value, f"{reading.file}: {key}")
             reading.set(name, not value if spelled == _OPTIONS[name].metadata["no"] else value, str(key))
@@ -528,8 +533,11 @@ class _CommandLine:
             given = self._values(typed, "+" if row and row.takes == "+" else takes, value, words)
             if takes == "1" and len(set(given)) > 1:
                 raise ConfigError(f"{typed} {' '.join(given)}: all layers have the same; give one value", "refused")
+            if f"{name} {given[0]}" in table():
+                self.foreign[f"{name} {given[0]}"] = typed, given
+                return
             if row:
-                given = [row.value(word, typed) for word in given]
+                given = [row.values.get(word, word) for word in given]
             converted = convert(option, given if takes == "+" else given[0], typed)
             self.values[option] = (*self.values.get(option, ()), *converted) if kind is tuple else converted
         elif name in table():

@@ -24,7 +24,10 @@ CLASSES = ("implemented", "translated", "noted", "refused")
 
 @dataclass(frozen=True)
 class ForeignOption:
-    """A row of the table. takes: "" for a switch, a number of values, or "+" for one or more; kind: one of CLASSES."""
+    """A row of the table. takes: "" for a switch, a number of values, or "+" for one or more; kind: one of CLASSES.
+
+    A row named "option value" stands for one value of an implemented option that HAL's option does not have.
+    """
 
     name: str
     takes: str
@@ -35,17 +38,9 @@ class ForeignOption:
 
     @functools.cached_property
     def values(self) -> dict[str, str]:
-        """HAL's names for values of an implemented option that have another name elsewhere; "!" for those that are
-        refused for the row's reason."""
+        """HAL's names for values of an implemented option that have another name elsewhere."""
         pairs = self.target.split() if self.kind == "implemented" else ()
         return dict(pair.split("=", 1) for pair in pairs)
-
-    def value(self, word: str, typed: str) -> str:
-        """HAL's name for a value of an implemented option. Raises ConfigError if it is refused."""
-        value = self.values.get(word, word)
-        if value == "!":
-            raise ConfigError(f"{typed} {word}: {self.reason}", "refused")
-        return value
 
     def accepts(self, words: Sequence[str], given: Mapping[str, object]) -> bool:
         """Whether these values change nothing beside the given options: a noted row without a list accepts all, a

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hal.cli import main
-from hal.model.config.command_line import GROUPS, build, parse, parser, read
+from hal.model.config.command_line import GROUPS, build, convert, parse, parser, read
 from hal.model.config.formats.megatron_options import CLASSES, TABLE, table
 from hal.model.config.schema import Config, ConfigError
 from hal.model.config.show import describe
@@ -29,10 +29,15 @@ def test_every_row_has_a_class_a_target_that_exists_and_a_reason():
     lines = TABLE.read_text().splitlines()[1:]
     assert len(lines) == len(table()) > 1200, "no option is there twice"
     for row in table().values():
-        assert row.kind in CLASSES and row.sources and re.fullmatch(r"[\w-]+", row.name)
+        option, _, value = row.name.partition(" ")
+        assert row.kind in CLASSES and row.sources and re.fullmatch(r"[\w-]+( \w+)?", row.name)
         assert row.takes in ("", "1", "+", "?") or row.takes.isdigit()
         if row.kind == "implemented":
             assert f"--{row.name}" in FLAGS, "an implemented option is an option"
+        elif value:
+            assert table()[option].kind == "implemented" and not row.takes
+            with pytest.raises(ConfigError, match="choose one of"):
+                convert(option.replace("-", "_"), value, "a value of HAL's option needs no row")
         else:
             assert f"--{row.name}" not in FLAGS, "an option of HAL is not translated again"
         if row.kind == "translated":
@@ -70,6 +75,12 @@ def test_reasons_point_to_options_that_exist():
         ),
         ("--num-layers 4 --scale-depth 1.5", "--num-layers 4 --residual-multiplier 0.75"),
         ("--hidden-size 512 --dim-model-base 256", "--hidden-size 512 --output-multiplier-scale 0.5"),
+        (
+            "--position-embedding-type yarn --yarn-original-max-position-embeddings 128 --rotary-scaling-factor 32.0 "
+            "--yarn-beta-fast 16 --yarn-correction-range-round-to-int",
+            "--position-embedding-type rope --rope-type yarn --original-max-position-embeddings 128 "
+            "--rotary-scaling-factor 32 --beta-fast 16",
+        ),
         (
             "--position-embedding-type rope --use-glm-rope --rotary-percent 0.5",
             "--position-embedding-type rope --rotary-interleaved --rotary-percent 0.5",
@@ -206,7 +217,12 @@ def test_what_decides_how_and_where_but_not_what(options, expected, monkeypatch)
             "--rope-scaling-type longrope --rope-scaling-original-max-position-embeddings 64",
             "give --max-position-embeddings and --rope-scaling-original-max-position-embeddings",
         ),
-        ("--yarn-beta-fast 16", "HAL's YaRN is --position-embedding-type rope --rope-type yarn"),
+        (
+            "--position-embedding-type yarn --no-yarn-correction-range-round-to-int",
+            "--no-yarn-correction-range-round-to-int: the range of channels is always rounded outwards",
+        ),
+        ("--position-embedding-type mrope", "--position-embedding-type mrope: the model is a GPT of texts"),
+        ("--tokenizer-type TikTokenizer", "--tokenizer-type TikTokenizer: tiktoken's files are not read; write them"),
         ("--suspend-timeout 3", "`hal generate` samples from a model"),
         ("--train-weighted-split-paths GIVEN:1", "--train-weighted-split-paths GIVEN:1: read the data with one of"),
     ],
@@ -368,3 +384,14 @@ def test_command_lines_of_real_scripts(fact, monkeypatch):
     texts = [problem.text for problem in caught.value.problems]
     assert len(texts) == len(fact["refused"])
     assert all(any(reason in text for text in texts) for reason in fact["refused"])
+
+
+def test_values_have_the_same_names_in_files(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("position-embedding-type: yarn\nyarn-beta-fast: 16\ncontext-parallel-algo: ulysses_cp_algo\n")
+    config = parse(["--config", str(file)], {})
+    assert (config.position_embedding_type, config.rope_type, config.beta_fast) == ("rope", "yarn", 16.0)
+    assert config.context_parallel_algo == "ulysses"
+    file.write_text("tokenizer-type: TikTokenizer\nfp8-recipe: custom\nbf16: true\nfp8-format: e4m3\n")
+    text = problem(f"--config {file}")
+    assert "tokenizer-type TikTokenizer: tiktoken's files" in text and "fp8-recipe custom: products have one" in text
