@@ -305,10 +305,10 @@ def _context_parallel(c: Config) -> Iterator[str]:
                 f"{cp} between 1 and {cp}; found {c.ulysses_degree_in_cp}. With 1 it is ring, with {cp} ulysses"
             )
             return
-    if (c.num_query_groups // tp) % degree:
+    if (c.num_attention_heads // tp) % degree:
         yield (
-            f"--context-parallel-algo {algorithm} distributes key/value heads: --num-query-groups "
-            f"{c.num_query_groups} over {tp} tensor-parallel ranks is not divisible by {degree} ranks; use ring"
+            f"--context-parallel-algo {algorithm} distributes heads: --num-attention-heads {c.num_attention_heads} "
+            f"over {tp} tensor-parallel ranks is not divisible by {degree} ranks; use ring"
         )
     if c.ring_degree > 1 and not c.use_flash_attn:
         yield (

@@ -766,6 +766,12 @@ class Config:
         return self.context_parallel_size // self.ulysses_degree
 
     @property
+    def key_copies(self) -> int:
+        """How many ranks that exchange heads read the same head of keys and values, each a copy of it."""
+        groups = self.num_query_groups // self.tensor_model_parallel_size
+        return self.ulysses_degree // math.gcd(self.ulysses_degree, groups)
+
+    @property
     def fuses_output_layer(self) -> bool:
         """Whether training computes the loss from the output layer's input (ops.linear_cross_entropy)."""
         return self.cross_entropy_loss_fusion and self.cross_entropy_fusion_impl == "linear"

@@ -26,8 +26,12 @@ def ulysses(q: Tensor, k: Tensor, v: Tensor, comm: Comm, attend: Callable[[Tenso
     """DeepSpeed-Ulysses (arXiv 2309.14509): all-to-all exchanges give each rank all rows of a share of the heads.
 
     attend: (q, k, v) [s, b, n/ranks, d] -> [s, b, n/ranks * d] over full sequences. Returns [s/ranks, b, n*d]. The
-    heads of v, and so those of the result, may have another size than those of q and k.
+    heads of v, and so those of the result, may have another size than those of q and k. Heads of keys and values that
+    several ranks need are copied (Config.key_copies).
     """
+    copies = comm.size // math.gcd(comm.size, k.shape[2])
+    if copies > 1:
+        k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
     q, k, v = (mappings.all_to_all_in_region(x, comm, split=2, concatenate=0) for x in (q, k, v))
     s, b, n, _ = q.shape
     out = attend(q, k, v).view(s, b, n, v.shape[-1])

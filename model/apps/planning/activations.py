@@ -52,6 +52,12 @@ def _mixed(shape: Shape) -> int:
     return shape.rows * shape.config.micro_batch_size * (shape.heads + shape.groups + shape.values) * shape.element
 
 
+def _key_copies(shape: Shape) -> int:
+    """What ranks that read the same keys and values add to them."""
+    c = shape.config
+    return shape.rows * c.micro_batch_size * (c.key_copies - 1) * (shape.groups + shape.values) * shape.element
+
+
 def _queries(shape: Shape, selective: bool) -> int:
     """Queries, keys and values as attention keeps them for its backward pass, and the latents they are made of."""
     if shape.latent is not None:
@@ -61,7 +67,7 @@ def _queries(shape: Shape, selective: bool) -> int:
     whole = c.context_parallel_size == 1
     copied = c.use_flash_attn and (c.shape_order in ("SBH", "BSH") if whole else c.ulysses_degree > 1)
     if copied and not selective:
-        return _mixed(shape)
+        return _mixed(shape) + _key_copies(shape)
     # Views keep the entire QKV output in memory, in addition to the copies that rotation or grouping make.
     grouped = c.num_query_groups != c.num_attention_heads
     return _mixed(shape) + per_row * ((shape.heads + shape.groups) if rope else shape.heads if grouped else 0)
@@ -128,7 +134,7 @@ def recomputed_at_once(shape: Shape, stage: int) -> int:
     full, attention = counts(c, stage, len(layers))
     again = 0
     if attention:
-        arguments = _mixed(shape) if shape.latent is None else shape.latent.recomputed()
+        arguments = _mixed(shape) + _key_copies(shape) if shape.latent is None else shape.latent.recomputed()
         again = arguments + _context(shape) + _scores(shape)
     if full:
         groups = [shape.kinds(group) for group, recomputed in chunks(c, layers) if recomputed]

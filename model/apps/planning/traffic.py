@@ -117,8 +117,9 @@ def context_forward(shape: Shape) -> float:
     """One layer's attention, forward: keys and values are sent round the ring; Ulysses exchanges heads."""
     c = shape.config
     per_channel = shape.rows * c.micro_batch_size * shape.element
-    exchanged = (c.ulysses_degree - 1) / c.ulysses_degree * (shape.heads + shape.groups + shape.values + shape.context)
-    return per_channel * (exchanged + (c.ring_degree - 1) * (shape.groups + shape.values))
+    keys_and_values = c.key_copies * (shape.groups + shape.values)
+    exchanged = (c.ulysses_degree - 1) / c.ulysses_degree * (shape.heads + keys_and_values + shape.context)
+    return per_channel * (exchanged + (c.ring_degree - 1) * keys_and_values)
 
 
 def context_backward(shape: Shape) -> float:
@@ -126,8 +127,8 @@ def context_backward(shape: Shape) -> float:
     c = shape.config
     if c.ring_degree == 1:
         return context_forward(shape)
-    per_channel = shape.rows * c.micro_batch_size
-    return context_forward(shape) + c.ring_degree * per_channel * (shape.groups + shape.values) * GRADIENT
+    keys_and_values = shape.rows * c.micro_batch_size * c.key_copies * (shape.groups + shape.values)
+    return context_forward(shape) + c.ring_degree * keys_and_values * GRADIENT
 
 
 def _hops(shape: Shape) -> int:

@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "hybrid heads": (
         6,
         {"context_parallel_size": 6, **HYBRID, "ulysses_degree_in_cp": 3, "seq_length": 12},
-        "hybrid distributes key/value heads: --num-query-groups 4 over 1 tensor-parallel ranks is not divisible by 3",
+        "hybrid distributes heads: --num-attention-heads 4 over 1 tensor-parallel ranks is not divisible by 3 ranks",
     ),
     "hybrid of uneven chunks": (
         6,
@@ -186,14 +186,14 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     ),
     "ring without flash": (2, {"context_parallel_size": 2, "use_flash_attn": False}, "remove --no-flash-attn"),
     "ulysses heads": (
-        4,
-        {"context_parallel_size": 4, "context_parallel_algo": "ulysses", "num_query_groups": 2},
+        3,
+        {"context_parallel_size": 3, "context_parallel_algo": "ulysses", "num_query_groups": 2, "seq_length": 12},
         "use ring",
     ),
     "ulysses heads of a tensor rank": (
         8,
         {"context_parallel_size": 4, "context_parallel_algo": "ulysses", "tensor_model_parallel_size": 2},
-        "--num-query-groups 4 over 2 tensor-parallel ranks is not divisible by 4 ranks; use ring",
+        "--num-attention-heads 4 over 2 tensor-parallel ranks is not divisible by 4 ranks; use ring",
     ),
     "sequence parts": (
         2,

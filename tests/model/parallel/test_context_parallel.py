@@ -63,11 +63,14 @@ def test_ring(size: int, window: tuple[int | None, int | None], p: float) -> Non
     check(size, window, p, run)
 
 
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("window", [(None, 0), (5, 0)])
 @pytest.mark.parametrize("p", [0.0, 0.3])
-def test_ulysses(window: tuple[int | None, int | None], p: float) -> None:
+def test_ulysses(size: int, window: tuple[int | None, int | None], p: float) -> None:
+    """Four ranks share two heads of keys."""
+
     def run(comm: Comm):
-        rows = SequenceShard.all_of(S).part(comm.rank, 2)
+        rows = SequenceShard.all_of(S).part(comm.rank, size)
         leaves = [rows.take(x, 0).clone().requires_grad_() for x in tensors()[:3]]
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -78,7 +81,7 @@ def test_ulysses(window: tuple[int | None, int | None], p: float) -> None:
 
         return rows, ulysses(*leaves, comm, attend), leaves
 
-    check(2, window, p, run)
+    check(size, window, p, run)
 
 
 @pytest.mark.parametrize("window", [(None, 0), (7, 0)])
