@@ -204,7 +204,7 @@ def _drop_idle_parallelism(values: GivenOptions, processes_known: bool) -> None:
 
 def _probe(values: GivenOptions) -> Config:
     """A Config of the parallel sizes and batch sizes only, which exists even if other values are wrong."""
-    unread = ("rampup_batch_size", "pad_vocab_size_to", "train_samples")
+    unread = ("rampup_batch_size", "step_batch_size_schedule", "pad_vocab_size_to", "train_samples")
     names = [name for name in values if name in _OPTIONS and name not in unread]
     return Config(**{name: values[name] for name in names})
 

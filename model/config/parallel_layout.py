@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hal import ContractError
 from hal.mesh import Layout
 
-from .sample_schedule import batch_sizes, valid_ramp
+from .sample_schedule import batch_sizes, valid_batches
 from .schema import Config, ConfigError, report
 
 
@@ -133,7 +133,7 @@ def problems(c: Config, world: int, *, idle: bool = True) -> Iterator[str]:
     yield from _sequence(c)
     if c.context_parallel_size > 1:
         yield from _context_parallel(c)
-    if not c.rampup_batch_size or valid_ramp(c.rampup_batch_size, c.global_batch_size):
+    if valid_batches(c):
         yield from _global_batch(c, layout)
     if idle:
         yield from _sharded_optimizer(c, layout)
@@ -329,7 +329,8 @@ def _global_batch(c: Config, layout: Layout) -> Iterator[str]:
     for size in batch_sizes(c):
         if not size % (c.micro_batch_size * layout.dp):
             continue
-        name = "--global-batch-size" if size == c.global_batch_size else "--rampup-batch-size: the batch size"
+        name = "--rampup-batch-size" if c.rampup_batch_size else "--step-batch-size-schedule"
+        name = "--global-batch-size" if size == c.global_batch_size else f"{name}: the batch size"
         yield (
             f"{name} {size} is not divisible by --micro-batch-size {c.micro_batch_size} x "
             f"{layout.dp} data-parallel replicas"

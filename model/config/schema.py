@@ -19,7 +19,7 @@ import torch
 from hal import HalError
 
 from .experts import BALANCING, layer_pattern
-from .sample_schedule import iterations
+from .sample_schedule import full_batch_size, iterations
 
 
 class ConfigError(HalError):
@@ -402,11 +402,12 @@ class Config:
 
     # training
     micro_batch_size: int = _opt(4, "sequences per forward pass", "in 1..1048576")
-    global_batch_size: int = _derived(
-        lambda c: c.micro_batch_size, "sequences per step; default micro_batch_size", "in 1..1048576"
-    )
+    global_batch_size: int = _derived(full_batch_size, "sequences per step; default micro_batch_size", "in 1..1048576")
     rampup_batch_size: tuple[str, ...] = _opt(
         (), "START INCREMENT SAMPLES: the batch grows from START to --global-batch-size over SAMPLES", words=True
+    )
+    step_batch_size_schedule: tuple[str, ...] = _opt(
+        (), "TOKENS:SIZE ...: the sequences per step from that many tokens on, such as 0:768 250B:1536", words=True
     )
     train_iters: int = _opt(100, "steps; with --train-samples as many as these take", aliases=("steps",))
     train_samples: int | None = _opt(None, "sequences to train on, instead of --train-iters")

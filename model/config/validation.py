@@ -15,7 +15,7 @@ from dataclasses import fields
 from . import experts, latent, recomputation
 from .experts import layer_pattern
 from .parallel_layout import problems, ranks_of_replica
-from .sample_schedule import learning_rate_samples, valid_ramp
+from .sample_schedule import full_batch_size, learning_rate_samples, valid_batches, valid_ramp
 from .schema import BOUNDS, Config, ConfigError, report
 from .tokenizer_options import OPTIONS, missing_options, readers
 
@@ -164,6 +164,29 @@ def _batch(c: Config) -> Iterator[str]:
             f"--rampup-batch-size {' '.join(c.rampup_batch_size)} must be START INCREMENT SAMPLES, and "
             f"increments lead from START to --global-batch-size {c.global_batch_size}"
         )
+    elif not valid_batches(c):
+        yield (
+            f"--step-batch-size-schedule {' '.join(c.step_batch_size_schedule)} must be TOKENS:SIZE ..., with "
+            "ascending numbers of tokens of which the first is 0, such as 0:768 250B:1536"
+        )
+    elif c.step_batch_size_schedule:
+        yield from _batch_steps(c)
+
+
+def _batch_steps(c: Config) -> Iterator[str]:
+    if c.rampup_batch_size:
+        yield "--step-batch-size-schedule and --rampup-batch-size contradict each other; give one"
+    if c.global_batch_size != full_batch_size(c):
+        yield (
+            f"--global-batch-size {c.global_batch_size} contradicts --step-batch-size-schedule, which ends with "
+            f"{full_batch_size(c)}; remove one of them"
+        )
+    if c.train_samples is None and "global_batch_size" not in c.given:
+        yield (
+            "--step-batch-size-schedule needs --train-samples: Megatron counts --lr-decay-iters in sequences, and "
+            "with --train-iters by a batch that depends on the number of processes; give --train-samples, or "
+            f"--global-batch-size {full_batch_size(c)} to count by that"
+        )
 
 
 def _learning_rate(c: Config) -> Iterator[str]:
@@ -266,6 +289,7 @@ def _cuda_graphs(c: Config) -> Iterator[str]:
         "--num-experts": c.num_experts is not None,
         "--reset-position-ids, --reset-attention-mask or --sft": c.has_documents,
         "--rampup-batch-size": bool(c.rampup_batch_size),
+        "--step-batch-size-schedule": bool(c.step_batch_size_schedule),
         "--fp16": c.fp16,
         "--rerun-mode validate_results": c.rerun_mode != "disabled",
         "--verify-ops": c.verify_ops > 0.0,

@@ -22,6 +22,19 @@ def test_the_batch_grows_as_in_megatron(ramp, size):
     assert {batch_size(c, n) for n in range(150)} <= set(batch_sizes(c))
 
 
+def test_the_batch_follows_a_schedule_in_tokens():
+    """Megatron-LM core_v0.18.2's StepBatchsizeNumMicroBatchesCalculator gives these."""
+    words = ("0:4", "0.96K:6,1600:12")
+    c = Config(seq_length=16, micro_batch_size=2, step_batch_size_schedule=words, train_samples=200)
+    assert c.global_batch_size == 12 and batch_sizes(c) == [4, 6, 12]
+    assert [batch_size(c, n) for n in (0, 59, 60, 99, 100, 5000)] == [4, 4, 6, 6, 12, 12]
+    consumed = steps = 0
+    while consumed < 200:
+        consumed, steps = consumed + batch_size(c, consumed), steps + 1
+    assert c.train_iters == steps == 15 + 7 + 9
+    assert iterations(c, 30) == 8 and iterations(c, 0) == 0, "the last batch is filled up"
+
+
 def test_iterations_of_a_run_in_samples():
     assert iterations(Config(global_batch_size=4, micro_batch_size=1), 25) == 6
     ramp = Config(global_batch_size=4, micro_batch_size=1, rampup_batch_size=("2", "2", "4"))
