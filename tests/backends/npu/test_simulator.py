@@ -34,6 +34,14 @@ def test_tensors_travel_unchanged(npu: Npu) -> None:
         assert torch.equal(x.npu().transpose(0, 2)[1:].cpu(), x.transpose(0, 2)[1:])
 
 
+@pytest.mark.parametrize("listed, count", [("0,2,5", 3), ("6", 1), ("1,9,2", 1), ("0,1,2,3,4,5,6,7", 8)])
+def test_a_process_has_the_devices_that_are_listed(listed: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CANN ignores the list from the first number on that is no device."""
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", listed)
+    result = run("print('devices', torch.npu.device_count())")
+    assert f"devices {count}\n" in result.stdout, result.stderr
+
+
 def test_memory_is_counted_and_limited(npu: Npu, machine: simulator.Simulator) -> None:
     before = npu.memory_stats()["allocated"]
     block = torch.empty(1 << 20, dtype=torch.uint8, device="npu")

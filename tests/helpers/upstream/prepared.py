@@ -2,10 +2,22 @@
 
 import os
 import socket
+import types
 
 import torch
 
 from hal.model.megatron.scripts import _installed_helpers
+
+
+class View(types.ModuleType):
+    """A module with some names replaced."""
+
+    def __init__(self, module, **answers):
+        super().__init__(module.__name__)
+        self.__dict__.update(answers, wrapped=module)
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["wrapped"], name)
 
 
 def environment():
@@ -19,8 +31,8 @@ def environment():
     torch.set_num_threads(1)
 
 
-def prepare(view_of_torch):
-    """`view_of_torch`: torch with a device count, for the one module that divides by it."""
+def prepare():
+    """To be called when the names of the device are routed."""
     import megatron.core.datasets.utils
     import megatron.core.utils
     import tests.test_utils.python_scripts.download_unit_tests_dataset as download
@@ -32,7 +44,8 @@ def prepare(view_of_torch):
         megatron.core.datasets.utils.compile_helpers = lambda: None
     import tests.unit_tests.test_utilities as utilities
 
-    utilities.torch = view_of_torch
+    # Every process of the tests has a device of its own.
+    utilities.torch = View(torch, cuda=View(torch.cuda, device_count=lambda: int(os.environ["WORLD_SIZE"])))
 
 
 def finish(session):

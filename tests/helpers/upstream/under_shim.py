@@ -5,8 +5,6 @@ It uses none of HAL's routing, and restores nothing, because the process ends wi
 
 import contextlib
 import functools
-import os
-import types
 
 import prepared
 import pytest
@@ -59,17 +57,6 @@ def over_gloo(own):
     return join
 
 
-class View(types.ModuleType):
-    """A module with some names replaced."""
-
-    def __init__(self, module, **answers):
-        super().__init__(module.__name__)
-        self.__dict__.update(answers, wrapped=module)
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["wrapped"], name)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config):
     prepared.environment()
@@ -93,7 +80,7 @@ def pytest_load_initial_conftests(early_config):
     torch.nn.Module.cuda = lambda module, *args: module
     torch.Tensor.type = type_name(torch.Tensor.type)
     torch.distributed.init_process_group = over_gloo(torch.distributed.init_process_group)
-    prepared.prepare(View(torch, cuda=View(device, device_count=lambda: int(os.environ["WORLD_SIZE"]))))
+    prepared.prepare()
 
 
 @pytest.hookimpl(trylast=True)

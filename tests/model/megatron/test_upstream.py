@@ -66,7 +66,7 @@ def passed(processes, plugin, folder):
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=400,
         env={**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
     )
     assert report.exists(), result.stdout[-3000:] + result.stderr[-3000:]

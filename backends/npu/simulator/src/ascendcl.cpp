@@ -36,7 +36,18 @@ int check_copy(const void* dst, size_t room, const void* src, size_t bytes, aclr
 }  // namespace
 
 namespace halsim {
-int device_count() { return static_cast<int>(setting("devices", 8)); }
+// As in CANN, ASCEND_RT_VISIBLE_DEVICES lists the devices of a process, up to the first number that is none.
+int device_count() {
+  int all = static_cast<int>(setting("devices", 8)), visible = 0;
+  const char* listed = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
+  if (listed == nullptr) return all;
+  for (char* end; visible < all; listed = end + 1, ++visible) {
+    long id = std::strtol(listed, &end, 10);
+    if (end == listed || id < 0 || id >= all) break;
+    if (*end != ',') return visible + 1;
+  }
+  return visible;
+}
 int current_device() { return device; }
 bool saturating() { return !inf_nan[task_device()]; }
 void raise_overflow_flag() { overflowed[task_device()] = true; }

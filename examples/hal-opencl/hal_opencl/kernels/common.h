@@ -66,13 +66,21 @@ static inline void put_f16(global f16 *p, float v) { vstore_half_rte(v, 0, (glob
 
 static inline vec load_f32(global const f32 *p) { return VLOAD(p); }
 static inline vec load_bf16(global const bf16 *p) { return AS(float)(CONVERT(uint)(VLOAD(p)) << 16); }
-static inline vec load_f16(global const f16 *p) { return VLOAD_HALF((global const half *)p); }
+// pocl 3.1 takes the pointers of vload_half8 and vstore_half8 as aligned to 16 bytes, although OpenCL requires 2.
+static inline vec load_f16(global const f16 *p) {
+    const VECTOR(ushort) bits = VLOAD(p);
+    return VLOAD_HALF((const half *)&bits);
+}
 static inline void store_f32(global f32 *p, vec v) { VSTORE(v, p); }
 static inline void store_bf16(global bf16 *p, vec v) {
     const uvec u = AS(uint)(v), rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     VSTORE(CONVERT(ushort)(isnan(v) ? (uvec)0x7fc0 : rounded), p);
 }
-static inline void store_f16(global f16 *p, vec v) { VSTORE_HALF(v, (global half *)p); }
+static inline void store_f16(global f16 *p, vec v) {
+    VECTOR(ushort) bits;
+    VSTORE_HALF(v, (half *)&bits);
+    VSTORE(bits, p);
+}
 
 #define TAILS(type)                                                                   \
     static inline vec load_fill_##type(global const type *p, long n, float fill) {    \
