@@ -56,13 +56,13 @@ GATED_DELTA_OPTIONS: dict[str, Any] = {
     "num_query_groups": 2,
     "attention_output_gate": True,
     "experimental_attention_variant": "gated_delta_net",
-    "linear_attention_freq": "3",
+    "linear_attention_freq": "2",
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-"""Linear attention in all but every third layer, whose attention has output gates."""
+"""Linear attention in every other layer from the first on; the others' attention has output gates."""
 
 ROPE_OPTIONS: dict[str, Any] = {
     "position_embedding_type": "rope",

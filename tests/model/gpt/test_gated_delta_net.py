@@ -159,6 +159,9 @@ MODEL = {
     "untie_embeddings_and_output_weights": True,
     "disable_bias_linear": True,
     "weight_decay": 0.1,
+    # Division by the lengths of queries and keys enlarges rounding errors where the weights are large.
+    "init_method_std": 0.05,
+    "lr": 3e-3,
 }
 EXPERTS = {
     "num_experts": 4,
