@@ -18,6 +18,7 @@ import torch
 
 from hal import HalError
 
+from . import linear_attention
 from .experts import BALANCING, layer_pattern
 from .sample_schedule import full_batch_size, iterations
 
@@ -281,6 +282,18 @@ class Config:
         64, "channels with rotary positions beside them; all heads share those of the key", "in 1..65536"
     )
     v_head_dim: int = _opt(128, "channels of a latent value's head", "in 1..65536")
+    experimental_attention_variant: str | None = _opt(
+        None, "attention of some layers: a recurrence, the gated delta rule", choices=("gated_delta_net",)
+    )
+    linear_attention_freq: str | None = _opt(
+        None, "layers with that recurrence: all but every N-th, or a list of 0 and 1 such as [1]*3+[0]"
+    )
+    linear_conv_kernel_dim: int = _opt(4, "tokens that its convolution reads", "in 1..65536")
+    linear_key_head_dim: int = _opt(128, "channels of a head of its queries and keys", "in 1..65536")
+    linear_value_head_dim: int = _opt(128, "channels of a head of its values", "in 1..65536")
+    linear_num_key_heads: int = _opt(16, "heads of its queries and keys", "in 1..65536")
+    linear_num_value_heads: int = _opt(32, "heads of its values; a multiple of those of the keys", "in 1..65536")
+    attention_output_gate: bool = _opt(False, "multiply the heads of attention by sigmoids of projections of its input")
     rope_type: str = _derived(
         lambda c: "yarn" if c.multi_latent_attention else "rope",
         "rotary positions: plain, or scaled for longer sequences by YaRN (default of latent attention) or LongRoPE",
@@ -342,6 +355,7 @@ class Config:
     moe_shared_expert_intermediate_size: int | None = _opt(
         None, "width of an expert that every token uses; default: there is none", "in 1..4194304"
     )
+    moe_shared_expert_gate: bool = _opt(False, "multiply its output by the sigmoid of a projection of its input")
     moe_expert_capacity_factor: float | None = _opt(
         None, "tokens that an expert accepts, in multiples of an even share; default: all"
     )
@@ -471,6 +485,7 @@ class Config:
         False, "continue with the learning-rate and weight-decay schedules stored in the checkpoint of --load"
     )
     weight_decay: float = _opt(0.01, "decoupled weight decay (not for biases and 1-D parameters)", ">= 0")
+    apply_wd_to_qk_layernorm: bool = _opt(False, "decay the norms of queries and keys, too")
     weight_decay_incr_style: str = _opt(
         "constant",
         "change of the weight decay over the run, from --start-weight-decay to --end-weight-decay",
@@ -748,9 +763,14 @@ class Config:
             return self.qk_head_dim + self.qk_pos_emb_head_dim, self.v_head_dim
         return self.kv_channels, self.kv_channels
 
-    def cached_heads(self, tp: int = 1) -> list[tuple[int, int]]:
+    def cached_heads(self, layer: int, tp: int = 1) -> list[tuple[int, int]]:
         """(heads, channels of a head) of each tensor that a layer of a generating model stores per token on one of `tp`
-        tensor-parallel ranks: keys and values, or of latent attention one vector that all heads and ranks share."""
+        tensor-parallel ranks: keys and values, of latent attention one vector that all heads and ranks share, or what
+        the recurrence of linear attention reads."""
+        if self.has_linear_attention(layer):
+            groups, per_group = self.linear_num_key_heads, self.linear_num_value_heads // self.linear_num_key_heads
+            mixed = 2 * self.linear_key_head_dim + per_group * self.linear_value_head_dim
+            return [(groups // tp, mixed), (groups // tp, 2 * per_group)]
         if self.multi_latent_attention:
             return [(1, self.kv_lora_rank + self.qk_pos_emb_head_dim)]
         return [(self.num_query_groups // tp, self.kv_channels)] * 2
@@ -805,6 +825,10 @@ class Config:
     def longest_short_rotation(self) -> int | None:
         """The longest sequence with LongRoPE's angles for short ones; None if angles do not depend on the length."""
         return self.original_max_position_embeddings if self.rope_type == "longrope" else None
+
+    def has_linear_attention(self, layer: int) -> bool:
+        """Whether layer number `layer` has linear attention instead of softmax attention."""
+        return linear_attention.is_linear(self, layer)
 
     def has_rotation(self, layer: int) -> bool:
         """Whether layer number `layer` has rotary positions, if the model has them."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 
-from . import experts, latent, recomputation
+from . import experts, latent, linear_attention, recomputation
 from .experts import layer_pattern
 from .parallel_layout import problems, ranks_of_replica
 from .sample_schedule import full_batch_size, learning_rate_samples, valid_batches, valid_ramp
@@ -33,7 +33,7 @@ def check_given(config: Config) -> None:
 
 def check_model(config: Config) -> None:
     """Raises ConfigError with the problems of the options of the model itself."""
-    _require(config, _bounds, _split, _shape, latent.problems, experts.problems)
+    _require(config, _bounds, _split, _shape, latent.problems, linear_attention.problems, experts.problems)
 
 
 def evaluates(c: Config) -> bool:
@@ -310,6 +310,7 @@ _ALONE = (
     _split,
     _shape,
     latent.problems,
+    linear_attention.problems,
     experts.problems,
     experts.training_problems,
     _batch,
@@ -371,6 +372,7 @@ def idle(c: Config) -> Iterator[str]:
             "--position-embedding-type rope",
         ),
         *latent.readers(c),
+        *linear_attention.readers(c),
         (
             "fim_rate fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token fim_suffix_token "
             "fim_pad_token fim_eod_token",

@@ -1,8 +1,9 @@
 """Self-attention of a GPT: fused QKV in Megatron's order, rotary positions, and attention on one of two paths.
 
-The QKV layer's rows are grouped per key/value head as [its query heads, key, value], so a slice of groups is a slice of
-rows. Both paths give the same values, windows and dropout included. Shape letters: S sequence, B batch, N query heads,
-G key/value heads, D head size, E head size of the values, R query rows of a group (N/G * S).
+The QKV layer's rows are grouped per key/value head as [its query heads, their output gates if there are any, key,
+value], so a slice of groups is a slice of rows. Both paths give the same values, windows and dropout included. Shape
+letters: S sequence, B batch, N query heads, G key/value heads, D head size, E head size of the values, R query rows of
+a group (N/G * S).
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class SelfAttention(nn.Module):
         heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
         h, std = config.hidden_size, config.init_method_std
         self.local_groups, self.per_group, self.head_size = groups // init.parallel.tp.size, heads // groups, d
-        n_out = (heads + 2 * groups) * d
+        self.gated = config.attention_output_gate
+        n_out = (heads * (1 + self.gated) + 2 * groups) * d
         self.linear_qkv = ColumnParallelLinear(init, f"{name}.linear_qkv", h, n_out, std=std, bias=config.qkv_bias)
         self.linear_proj = RowParallelLinear(
             init, f"{name}.linear_proj", heads * d, h, std=output_std(config), bias=config.projection_bias
@@ -73,9 +75,9 @@ class SelfAttention(nn.Module):
     def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
         mixed = self.linear_qkv(x)
         s, b, _ = mixed.shape
-        mixed = mixed.view(s, b, self.local_groups, self.per_group + 2, self.head_size)
+        mixed = mixed.view(s, b, self.local_groups, -1, self.head_size)
         # The gradient of a split is one concatenation; indexing would create a zero-filled gradient for each part.
-        q, k, v = mixed.split((self.per_group, 1, 1), dim=3)
+        q, gate, k, v = mixed.split((self.per_group, self.per_group * self.gated, 1, 1), dim=3)
         q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND.contiguous()), self.k_layernorm(k_SBGD.contiguous())
@@ -83,7 +85,10 @@ class SelfAttention(nn.Module):
             q_SBND, k_SBGD = (ops.rotary(t, *angles, interleaved=self.interleaved) for t in (q_SBND, k_SBGD))
         if shared.cache is not None:
             k_SBGD, v_SBGD = shared.cache.append(self.layer, k_SBGD, v_SBGD)
-        y: Tensor = self.linear_proj(self.core_attention(q_SBND, k_SBGD, v_SBGD, shared))
+        context = self.core_attention(q_SBND, k_SBGD, v_SBGD, shared)
+        if self.gated:
+            context = (context * torch.sigmoid(gate.reshape(context.shape).float())).to(context.dtype)
+        y: Tensor = self.linear_proj(context)
         return y
 
 

@@ -54,10 +54,10 @@ class KeyValueCache:
             )
         self.bucketed, self._longest = bucketed, config.seq_length
         self.capacity, self.length = bucket(capacity, SHORTEST, self._longest) if bucketed else capacity, 0
-        heads = config.cached_heads(parallel.tp.size)
+        heads = {n: config.cached_heads(n, parallel.tp.size) for n in layers}
         # Zeros, because a hidden value has the weight 0, and 0 times the NaN that fresh memory may hold is NaN.
         self.tensors = {
-            n: [torch.zeros(self.capacity, batch, *x, dtype=config.params_dtype, device=device) for x in heads]
+            n: [torch.zeros(self.capacity, batch, *x, dtype=config.params_dtype, device=device) for x in heads[n]]
             for n in layers
         }
         self._device = device

@@ -49,7 +49,7 @@ class Init:
 
         drawn_as: the name that determines the values, for a copy of a parameter under another name.
         """
-        return self._place(name, self.draw(drawn_as or name, full_shape, std), shard)
+        return self.place(name, self.draw(drawn_as or name, full_shape, std), shard)
 
     def draw(self, name: str, shape: Sequence[int], std: float) -> Tensor:
         """The values of the parameter `name`, float32 on the CPU."""
@@ -58,9 +58,9 @@ class Init:
 
     def constant(self, name: str, full_shape: Sequence[int], value: float, shard: Shard | None = None) -> nn.Parameter:
         """Every element `value`."""
-        return self._place(name, torch.full(tuple(full_shape), value), shard)
+        return self.place(name, torch.full(tuple(full_shape), value), shard)
 
-    def _place(self, name: str, full: Tensor, shard: Shard | None) -> nn.Parameter:
+    def place(self, name: str, full: Tensor, shard: Shard | None) -> nn.Parameter:
         """This rank's shard of the parameter's `full` value, on the device and in the model's dtype."""
         if shard is not None:
             self.shards[name] = shard

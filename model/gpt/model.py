@@ -27,6 +27,7 @@ from .activation_checkpointing import recompute
 from .attention import SelfAttention, SharedInputs
 from .dropout_rng import DropoutRng
 from .float8 import set_products
+from .gated_delta_net import GatedDeltaNet
 from .latent_attention import LatentAttention
 from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, column_linear, norm_of
 from .mlp import MLP
@@ -107,6 +108,7 @@ class TransformerLayer(nn.Module):
         self.parallel_residual, self.multiplier = config.use_parallel_residual, config.residual_multiplier
         self.input_layernorm = norm("input_layernorm")
         attention = LatentAttention if config.multi_latent_attention else SelfAttention
+        attention = GatedDeltaNet if config.has_linear_attention(layer) else attention
         self.self_attention = attention(config, init, f"{name}.self_attention", layer)
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         experts = config.has_experts(layer)

@@ -45,6 +45,10 @@ class MoE(nn.Module):
         self.experts = Experts(config, init, f"{name}.experts")
         shared = config.moe_shared_expert_intermediate_size
         self.shared_experts = MLP(config, init, f"{name}.shared_experts", shared) if shared else None
+        self.shared_expert_gate: nn.Parameter | None = None
+        if shared and config.moe_shared_expert_gate:
+            shape = 1, config.hidden_size
+            self.shared_expert_gate = init.weight(f"{name}.shared_expert_gate", shape, config.init_method_std)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
@@ -53,7 +57,8 @@ class MoE(nn.Module):
 
         def meanwhile() -> None:
             if self.shared_experts is not None:
-                shared.append(self.shared_experts(x))
+                y, gate = self.shared_experts(x), self.shared_expert_gate
+                shared.append(y if gate is None else y * torch.sigmoid(linear(x, gate)))
 
         y: Tensor = self.experts(tokens, probs, indices, capacity, meanwhile).view(x.shape)
         return y + shared[0] if shared else y

@@ -117,9 +117,9 @@ class GradientSums:
         self.optimizer, self.tp = optimizer, mesh.comm("tp")
         held_alike = [n for m in models for n, _ in m.named_parameters() if n not in m.shards]
         # For parameters replicated over tensor-parallel ranks, each rank has only the gradient of its sequence rows.
-        # Norms of the heads of queries and keys are replicated, and each rank has the gradient of its heads. (The norms
-        # of latent attention come before the heads, so that every rank has their complete gradient.)
-        norms = [n for n in held_alike if ".q_layernorm." in n or ".k_layernorm." in n]
+        # Norms of heads are replicated, and each rank has the gradient of its heads. (The norms of latent attention
+        # come before the heads, so that every rank has their complete gradient.)
+        norms = [n for n in held_alike if any(f".{kind}." in n for kind in ("q_layernorm", "k_layernorm", "out_norm"))]
         of_heads = [] if config.multi_latent_attention else norms
         self._partial = held_alike if config.sequence_parallel else of_heads
         self._tied = models[0].tied and layout.stages > 1

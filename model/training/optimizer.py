@@ -28,8 +28,11 @@ DECOUPLED = (WORD_EMBEDDING, OUTPUT_LAYER)
 """The parameters whose learning rate --decoupled-lr sets, as in Megatron."""
 
 
-def no_decay(name: str, parameter: Tensor) -> bool:
-    """Megatron's rule: biases and 1-D parameters (the norms') are not decayed."""
+def no_decay(config: Config, name: str, parameter: Tensor) -> bool:
+    """Megatron's rule: biases and 1-D parameters (the norms') are not decayed, but with --apply-wd-to-qk-layernorm the
+    norms of queries and keys."""
+    if config.apply_wd_to_qk_layernorm and (".q_layernorm." in name or ".k_layernorm." in name):
+        return False
     return name.endswith(".bias") or parameter.ndim == 1
 
 
@@ -90,7 +93,7 @@ class Optimizer:
         # (names, whether they are decayed, whether their learning rate is --decoupled-lr)
         self.groups: list[tuple[list[str], bool, bool]] = [([], True, False), ([], False, False), ([], True, True)]
         for name, parameter in self.model.items():
-            self.groups[2 if name in decoupled else int(no_decay(name, parameter))][0].append(name)
+            self.groups[2 if name in decoupled else int(no_decay(config, name, parameter))][0].append(name)
         self.scaler, self.steps = LossScaler.of(config), 0
         self.main_grads: dict[str, Tensor] = {}
         # The gradient of a single microbatch can stay in 16 bits, which saves a copy, because nothing is added to it.

@@ -21,6 +21,7 @@ from hal.mesh import Mesh
 from ..checkpoint import reader
 from ..checkpoint.reader import FP32
 from ..checkpoint.sharded_tensor import LocalShard, shard_of_rank
+from ..config import linear_attention
 from ..config.experts import layer_pattern
 from ..config.schema import Config, ConfigError
 from ..gpt.model import GPT, OUTPUT_LAYER, WORD_EMBEDDING
@@ -182,17 +183,23 @@ def _structure(o: Mapping[str, Any]) -> dict[str, Any]:
         "multi_latent_attention",
     ]
     names += ["qk_layernorm", "untie_embeddings_and_output_weights", "use_sandwich_norm"]
-    names += ["apply_layernorm_1p"]
+    names += ["apply_layernorm_1p", "attention_output_gate"]
     biases = {n: o[n] or not o["disable_bias_linear"] for n in ("add_qkv_bias", "add_dense_bias", "add_mlp_bias")}
     return {
         "num_layers": str(len(layers)) if gapless else f"{o['num_layers']} without {', '.join(map(str, absent))}",
         **{name: o[name] for name in names},
         "disable_bias_linear": not all(biases.values()),
         **biases,
-        **_experts(o, ("moe_shared_expert_intermediate_size", "moe_router_enable_expert_bias")),
+        **_experts(
+            o, ("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_router_enable_expert_bias")
+        ),
+        **{name: o[name] if o["experimental_attention_variant"] else None for name in _LINEAR},
         "num_experts": o["num_experts"],
         "moe_layer_freq": o["num_experts"] and _pattern(o),
     }
+
+
+_LINEAR = ("experimental_attention_variant", *linear_attention.OPTIONS.split())
 
 
 def _pattern(o: Mapping[str, Any]) -> str:

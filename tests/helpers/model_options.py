@@ -48,6 +48,22 @@ LATENT_OPTIONS: dict[str, Any] = {
 }
 """Latent attention with YaRN, every size different."""
 
+GATED_DELTA_OPTIONS: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "rotary_percent": 0.5,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "num_query_groups": 2,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": "2",
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""Linear attention in every other layer from the first on; the others' attention has output gates."""
+
 ROPE_OPTIONS: dict[str, Any] = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -82,6 +98,7 @@ CACHED_KINDS: dict[str, dict[str, Any]] = {
     "bnsd": {"shape_order": "BNSD"},
     "latent": LATENT_OPTIONS,
     "scaled": SCALED_OPTIONS,
+    "gated-delta": GATED_DELTA_OPTIONS,
 }
 """Kinds of models whose attention reads a key/value cache in different ways."""
 

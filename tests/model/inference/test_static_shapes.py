@@ -84,11 +84,15 @@ def test_text_is_the_same_with_few_shapes(static, kind, cached):
     twice = (1 if cached else few) if kind == "scaled" else 0
     assert len(attention) == few + twice
     weights = static.shapes.pop("linear")
-    # Layers and norms with different weights, and the logits of one token. Latents add three layers and two norms.
-    layers, norms = (7, 3) if "latent" in kind else (4, 1)
+    # Layers and norms with different weights, and the logits of one token. Latents add three layers and two norms, and
+    # linear attention two layers and a norm.
+    layers, norms = (7, 3) if "latent" in kind else (6, 2) if kind == "gated-delta" else (4, 1)
     assert len(weights) <= layers * few + 1
-    assert len(static.shapes.pop("layer_norm", ())) <= norms * few
+    for norm in ("layer_norm", "rms_norm"):
+        assert len(static.shapes.pop(norm, ())) <= norms * few
     assert len(static.shapes.pop("rotary", ())) <= 2 * few  # queries and keys
+    # The output of linear attention has no bias.
+    assert len(static.shapes.pop("bias_dropout_add")) <= (2 if kind == "gated-delta" else 1) * few
     assert all(len(shapes) <= few for shapes in static.shapes.values())
 
 

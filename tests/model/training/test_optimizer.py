@@ -91,7 +91,10 @@ def test_epsilon_before_the_correction_of_the_second_moment(cpu_ref):
 def test_no_decay_is_for_biases_of_any_shape_and_for_vectors():
     matrix, vector = torch.zeros(2, 2), torch.zeros(2)
     named = (("a.weight", matrix), ("a.weight", vector), ("a.bias", matrix), ("a.bias", vector))
-    assert [no_decay(name, p) for name, p in named] == [False, True, True, True]
+    assert [no_decay(Config(), name, p) for name, p in named] == [False, True, True, True]
+    names = ("a.q_layernorm.weight", "a.k_layernorm.weight", "a.input_layernorm.weight")
+    decayed = Config(apply_wd_to_qk_layernorm=True, qk_layernorm=True)
+    assert [no_decay(decayed, name, vector) for name in names] == [False, False, True]
     parameter = nn.Parameter(matrix)
     assert local(parameter).data_ptr() == matrix.data_ptr() and not local(parameter).requires_grad
 

@@ -97,7 +97,7 @@ def test_the_loss_falls(tiny):
 
 def test_no_decay_is_for_biases_and_one_dimensional_parameters(tiny):
     trainer = start(tiny())
-    exempt = {n for n, p in trainer.model.named_parameters() if no_decay(n, p)}
+    exempt = {n for n, p in trainer.model.named_parameters() if no_decay(trainer.config, n, p)}
     assert exempt == {n for n, _ in trainer.model.named_parameters() if "norm" in n or n.endswith(".bias")}
     (decayed, yes, _), (rest, no, _), (own, *_) = trainer.optimizer.groups
     assert set(rest) == exempt and (yes, no) == (True, False) and set(decayed).isdisjoint(rest) and not own
