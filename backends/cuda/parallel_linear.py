@@ -39,7 +39,7 @@ def _why_not(call: Call) -> Sequence[str]:
 
 
 def _name(comm: Comm) -> str:
-    """The name by which torch's ops find the process group."""
+    """The name by which torch's ops find the process group. On the simulator, defines the stand-ins of these ops."""
     assert isinstance(comm, hal.TorchComm)
     if launch.simulated():
         symmetric_memory.register()
@@ -49,13 +49,15 @@ def _name(comm: Comm) -> str:
 
 def _gather(x: Tensor, weight: Tensor, comm: Comm, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """See hal.backend_tools.ParallelLinear."""
-    rows, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, _name(comm), return_A=wanted)
+    name = _name(comm)
+    rows, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, name, return_A=wanted)
     return y, rows
 
 
 def _scatter(x: Tensor, weight: Tensor, comm: Comm) -> Tensor:
     """See hal.backend_tools.ParallelLinear."""
-    y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, _name(comm))
+    name = _name(comm)
+    y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, name)
     return y
 
 

@@ -5,7 +5,7 @@ The operators name the group by its HCCL communicator. They take no bias but zer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -25,11 +25,12 @@ _domain: list[str] = []
 """The name of the process group whose ranks this process has called an operator with. Atlas A2 takes no other."""
 
 
-def _why_not(call: Call) -> Sequence[str]:
+def _why_not(call: Call, sums: Callable[[Call], Sequence[int]]) -> Sequence[str]:
+    """sums: the numbers of products that the operators add for each element, in the backward pass, too."""
     reasons = list(parallel_linear_reasons(call))
     if reasons:
         return reasons
-    comm, dtype, summed = call.comm, str(call.x.dtype).removeprefix("torch."), call.x.shape[-1]
+    comm, dtype = call.comm, str(call.x.dtype).removeprefix("torch.")
     if not isinstance(comm, HcclComm):
         return [f"a {type(comm).__name__} (the operators communicate over HCCL)"]
     if comm.size not in _RANKS:
@@ -38,11 +39,23 @@ def _why_not(call: Call) -> Sequence[str]:
         reasons.append("ranks of several machines (MC2 on Atlas A2 needs HCCS links between all of them)")
     if dtype not in _DTYPES:
         reasons.append(f"dtype {dtype} (MC2 takes {' and '.join(_DTYPES)})")
-    if not _SUMMED.least <= summed <= _SUMMED.most:
-        reasons.append(f"sums of {summed} products (MC2 takes {_SUMMED.least} to {_SUMMED.most})")
+    reasons += [
+        f"sums of {summed} products (MC2 takes {_SUMMED.least} to {_SUMMED.most})"
+        for summed in dict.fromkeys(sums(call))
+        if not _SUMMED.least <= summed <= _SUMMED.most
+    ]
     if _domain and _domain[0] != comm.group.group_name:
         reasons.append("a second group (MC2 on Atlas A2 takes one in a process)")
     return reasons
+
+
+def _why_not_gather(call: Call) -> Sequence[str]:
+    return _why_not(call, lambda c: (c.weight.shape[1],))
+
+
+def _why_not_scatter(call: Call) -> Sequence[str]:
+    # The gradient of x sums over the other dimension of the weight, by the gathering operator.
+    return _why_not(call, lambda c: (c.weight.shape[1], c.weight.shape[0]))
 
 
 def _hccl_name(comm: Comm) -> str:
@@ -66,7 +79,9 @@ def _scatter(x: Tensor, weight: Tensor, comm: Comm) -> Tensor:
 
 
 _mc2 = ParallelLinear(_gather, _scatter)
-Npu.impl(ops.all_gather_linear, id=ID, why_not=_why_not, bwd=_mc2.all_gather_linear_gradients)(_mc2.all_gather_linear)
-Npu.impl(ops.linear_reduce_scatter, id=ID, why_not=_why_not, bwd=_mc2.linear_reduce_scatter_gradients)(
+Npu.impl(ops.all_gather_linear, id=ID, why_not=_why_not_gather, bwd=_mc2.all_gather_linear_gradients)(
+    _mc2.all_gather_linear
+)
+Npu.impl(ops.linear_reduce_scatter, id=ID, why_not=_why_not_scatter, bwd=_mc2.linear_reduce_scatter_gradients)(
     _mc2.linear_reduce_scatter
 )
