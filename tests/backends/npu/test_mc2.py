@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from parallel_runs import COMMON, SP, TP2, steps
+from parallel_runs import WIDE_OVERLAP, close, fused_counts, fused_steps
 from torch import Tensor
 
 import hal
 from hal import ops
+from hal.backends.npu import Npu
 from hal.backends.npu.constraints import CONSTRAINTS
 from hal.comm.threads import threads
-from hal.testing import Spy
 from hal.testing.processes import run_processes
 
-needs_processes = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed"),
-]
+needs_torch_npu = pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -41,7 +37,10 @@ Call = Callable[[Any], Any]
 CALLS: dict[str, list[tuple[Call, Call]]] = {
     "mc2.summed_size": [
         (lambda c: gather(zeros(2, 256), zeros(256, 3), c), lambda c: gather(zeros(2, 255), zeros(255, 3), c)),
-        (lambda c: scatter(zeros(2, 65534), zeros(65534, 1), c), lambda c: scatter(zeros(2, 65535), zeros(65535, 1), c)),
+        (
+            lambda c: scatter(zeros(2, 65534), zeros(65534, 1), c),
+            lambda c: scatter(zeros(2, 65535), zeros(65535, 1), c),
+        ),
     ],
     "mc2.dtypes": [
         (
@@ -109,63 +108,44 @@ def _domain_and_ranks() -> list[str]:
         texts.append("; ".join(hal.why(ops.all_gather_linear, x, weight, comm=comm).reasons["npu/mc2"]))
         ops.all_gather_linear(x, weight, comm=comm)  # the composition, where the operators refuse
         if texts[-1]:
-            with pytest.raises(RuntimeError, match="world_size should be in|error 561002"):
+            with pytest.raises(RuntimeError, match=r"world_size should be in|error 561002"):
                 gather(x, weight.t(), comm, comm.size)
     hal.synchronize()
     return texts
 
 
-@pytest.mark.parametrize("id", ["two ranks"], ids=str)
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
-def test_a_call_within_and_one_beyond_each_limit(id: str) -> None:
+@needs_torch_npu
+def test_a_call_within_and_one_beyond_each_limit() -> None:
     assert set(CALLS) | {"mc2.ranks", "mc2.domain"} == {c for c in CONSTRAINTS if c.startswith("mc2.")}
     assert run_processes(2, _limits, timeout=300.0) == [[]] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is None, reason="torch_npu is not installed")
+@needs_torch_npu
 def test_a_second_group_and_three_ranks_run_the_composition() -> None:
     per_rank = run_processes(4, _domain_and_ranks, timeout=300.0)
     three = "3 ranks (MC2 on Atlas A2 takes 2, 4, 8); a second group (MC2 on Atlas A2 takes one in a process)"
     assert per_rank == [["", three], ["", three], ["", three], [""]]
 
 
-WIDE = {
-    **COMMON,
-    "backend": "npu",
-    "bf16": True,
-    "num_layers": 2,
-    "hidden_size": 256,
-    "ffn_hidden_size": 512,
-    "init_method_std": 0.02,
-    "lr": 1e-3,
-    "global_batch_size": 2,
-    **TP2,
-    **SP,
-}
-"""Sizes that the operators take: the products of every layer sum 256 products or more on each of two ranks."""
+@pytest.mark.slow
+@needs_torch_npu
+def test_training_runs_on_them() -> None:
+    """Losses are those without the operators up to the order in which 16-bit partial sums are added."""
+    options = {**WIDE_OVERLAP, "backend": "npu"}
+    plain, none = run_processes(2, fused_steps, {**options, "tp_comm_overlap": False}, 3, timeout=300.0)[0]
+    per_rank = run_processes(2, fused_steps, options, 3, timeout=300.0)
+    assert not none and per_rank[0] == per_rank[1]
+    losses, counts = per_rank[0]
+    assert counts == fused_counts("npu/mc2", 3)
+    close(losses, plain, 1e-3, 3e-2)
 
 
-def _train(options: dict[str, Any]) -> tuple[list[Any], Counter[tuple[str, str]]]:
-    """Results of three steps, and how often each implementation of the two ops ran."""
-    hal.use("npu", simulate=True)
-    counts: Counter[tuple[str, str]] = Counter()
-    use = hal.use
-
-    def spied(*args: Any, **how: Any) -> Any:
-        backend = use("npu", simulate=True)
-        spy = Spy(backend)
-        hal.core.dispatch.activate(spy)
-        spies.append(spy)
-        return backend
-
-    spies: list[Spy] = []
-    hal.use = spied
-    try:
-        results = steps(options, 3)
-    finally:
-        hal.use = use
-    for spy in spies:
-        counts.update(c for c in spy.calls if c[0] in ("all_gather_linear", "linear_reduce_scatter"))
-    return results, counts
+def test_other_communicators_are_refused_with_the_reason() -> None:
+    x, weight = torch.zeros(2, 256, dtype=torch.float16, device="meta"), torch.zeros(3, 256, dtype=torch.float16)
+    impl, *_ = Npu.impls["all_gather_linear"]
+    call = ops.all_gather_linear.Call(x, weight.to("meta"), comm=threads(2)[0])
+    assert impl.refusals(call) == ("a ThreadComm (the operators communicate over HCCL)",)
+    alone = impl.refusals(ops.all_gather_linear.Call(x, weight.to("meta")))
+    assert alone == ("one rank (there is nothing to communicate)",)
