@@ -31,11 +31,15 @@ class Split:
 
     parameters: name -> the dimension along which it is split. result: the dimension of the (first) result that is
     split; None: every rank returns the whole. partial: the parameter of whose gradient each rank returns a summand.
+    communicates_back: the backward pass communicates. autograd has one thread for all of a device's backward passes, in
+    which ranks that are threads would wait for each other, so such ops are checked between processes there
+    (sharded_processes.py); so are their implementations that need the backend's own communicator.
     """
 
     parameters: Mapping[str, int]
     result: int | None = None
     partial: str | None = None
+    communicates_back: bool = False
 
     def result_of(self, label: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
         """What rank `rank` returns of the output `label`, whose value on one rank is `whole`."""
@@ -48,8 +52,8 @@ SHARDED = {
     "embedding": Split({"weight": 0}),
     "cross_entropy": Split({"logits": -1}),
     "linear_cross_entropy": Split({"weight": 0}, partial="x"),
-    "all_gather_linear": Split({"x": 0, "weight": 0, "bias": 0}, result=-1),
-    "linear_reduce_scatter": Split({"x": -1, "weight": 1}, result=0),
+    "all_gather_linear": Split({"x": 0, "weight": 0, "bias": 0}, result=-1, communicates_back=True),
+    "linear_reduce_scatter": Split({"x": -1, "weight": 1}, result=0, communicates_back=True),
 }
 """op name -> how it is divided over ranks."""
 
