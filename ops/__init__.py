@@ -20,6 +20,7 @@ from .moe_permute import permute, unpermute
 from .moe_router import moe_balance_sums, moe_drop, moe_router
 from .norm import layer_norm, rms_norm
 from .optimizer import adamw, l2norm, unscale_and_check
+from .parallel_linear import all_gather_linear, linear_reduce_scatter
 from .random import dropout, philox_uniform
 from .residual import bias_dropout_add
 from .rotary import rotary
@@ -31,6 +32,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "alibi_bias",
+    "all_gather_linear",
     "band_mask",
     "bias_dropout_add",
     "bias_gelu",
@@ -49,6 +51,7 @@ __all__ = [
     "linear",
     "linear_bias_activation",
     "linear_cross_entropy",
+    "linear_reduce_scatter",
     "linear_wgrad",
     "mappings",
     "moe_balance_sums",

@@ -15,6 +15,7 @@ from . import (  # noqa: F401
     moe_router,
     norm,
     optimizer,
+    parallel_linear,
     random,
     residual,
     rotary,

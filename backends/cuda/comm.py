@@ -8,9 +8,12 @@ logs the collective and ends the process (TORCH_NCCL_ASYNC_ERROR_HANDLING), and 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import hal
 
@@ -44,3 +47,27 @@ NCCL = hal.Transport(
     refuse=_refuse,
 )
 """NCCL between GPUs. The barrier is a collective on the device, so a communicator belongs to one device."""
+
+
+class NcclComm(hal.TorchComm):
+    """A communicator over NCCL that knows whether its ranks can share memory.
+
+    no_symmetric_memory: why torch's symmetric memory cannot be used between the ranks; "" if it can.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, transport: hal.Transport, **how: Any) -> None:
+        super().__init__(group, transport, **how)
+        self.no_symmetric_memory = self._no_symmetric_memory()
+
+    def _no_symmetric_memory(self) -> str:
+        importlib.import_module("torch.distributed._symmetric_memory")  # defines torch.ops.symm_mem
+        ops = torch.ops.symm_mem
+        if not (hasattr(ops, "fused_all_gather_matmul") and hasattr(ops, "fused_matmul_reduce_scatter")):
+            return "this torch has no fused_all_gather_matmul or fused_matmul_reduce_scatter (symm_mem)"
+        if not self.on_one_machine():
+            return "ranks of several machines (symmetric memory needs direct access between devices)"
+        count, own = torch.cuda.device_count(), self.device.index
+        if count < self.size:
+            return f"this process sees {count} devices of the {self.size} ranks'"
+        apart = [i for i in range(count) if i != own and not torch.cuda.can_device_access_peer(own, i)]
+        return f"no direct access from device {own} to {', '.join(map(str, apart))}" if apart else ""

@@ -18,7 +18,7 @@ import hal
 from hal.backend_tools import recorded
 
 from . import compile, launch
-from .comm import NCCL
+from .comm import NCCL, NcclComm
 from .device_specs import DEVICE_SPECS
 from .order import class_of, orders, source_for
 from .simulator import graph
@@ -28,6 +28,8 @@ OLDEST = (8, 0)
 """The lowest compute capability with the instructions that the kernels use (bfloat16)."""
 
 STAND_IN = "stand-in: a reference on the CPU in place of torch's CUDA kernel"
+
+SYMMETRIC_MEMORY = "stand-in: torch's op computed on the CPU over gloo, without overlap"
 
 
 class Cuda(hal.Backend):
@@ -61,7 +63,7 @@ class Cuda(hal.Backend):
         self.set_attention_order("this device", "")
         if simulate:
             torch_kernels = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch", "cuda/cublaslt")
-            self.stand_ins = dict.fromkeys(torch_kernels, STAND_IN)
+            self.stand_ins = {**dict.fromkeys(torch_kernels, STAND_IN), "cuda/symm_mem": SYMMETRIC_MEMORY}
 
     def probe(self) -> hal.Probe:
         try:
@@ -134,7 +136,7 @@ class Cuda(hal.Backend):
         local = torch.device("cuda", self.local_index())
         torch.cuda.set_device(local)  # NCCL uses the current device, which would otherwise be device 0 in every process
         launch.load(local.index)
-        return hal.torch_comm(NCCL, ranks, timeout=timeout, device=local)
+        return hal.torch_comm(NCCL, ranks, timeout=timeout, device=local, kind=NcclComm)
 
     def memory_stats(self) -> Mapping[str, int]:
         """Bytes on the current device: "allocated", "peak" and "reserved" by torch's allocator, "free" and "total"."""

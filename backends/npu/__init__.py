@@ -13,6 +13,7 @@ from . import (  # noqa: F401
     moe_router,
     norm,
     optimizer,
+    parallel_linear,
     random,
     rotary,
     softmax,

@@ -6,6 +6,7 @@ over shared memory between the processes of one machine, below torch_npu's unmod
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Sequence
@@ -57,6 +58,13 @@ class HcclComm(TorchComm):
     gathers and reduce_scatter, and all_gather_into_tensor and reduce_scatter_tensor, but not the forms with lists, from
     groups of 3, 5, 6 and 7 ranks. The stricter document decides, as in constraints.csv.
     """
+
+    @functools.cached_property
+    def hccl_name(self) -> str:
+        """The name of this group's HCCL communicator on this rank, by which operators that communicate are told it."""
+        rank = dist.get_global_rank(self.group, self.rank)
+        name: str = self.group._get_backend(torch.device("npu")).get_hccl_comm_name(rank)
+        return name
 
     def _start(self, collective: str, x: Tensor, op: str, source: int) -> Work:
         dtype = x.dtype

@@ -45,6 +45,7 @@ from .optimizer import (
     adamw_written,
     in_place_reasons,
 )
+from .parallel_linear import ParallelLinear, parallel_linear_reasons
 from .processor import processor_facts
 from .random_draws import (
     bias_dropout_add_from,
@@ -66,6 +67,7 @@ __all__ = [
     "AdamWScalars",
     "AttentionSpec",
     "CuSeqlens",
+    "ParallelLinear",
     "RouterSpec",
     "activations_from",
     "adamw_groups",
@@ -96,6 +98,7 @@ __all__ = [
     "intact",
     "locked",
     "packed_starts",
+    "parallel_linear_reasons",
     "permute_backward",
     "permuted_probs",
     "place",

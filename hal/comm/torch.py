@@ -165,6 +165,11 @@ class TorchComm(Comm):
         alone: dist.ProcessGroup = dist.new_group([dist.get_rank()], timeout, backend, use_local_synchronization=True)
         return alone
 
+    def on_one_machine(self) -> bool:
+        """Whether the launcher has started all ranks on one machine (LOCAL_WORLD_SIZE consecutive ranks on each)."""
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())))
+        return self._ranks[0] // each == self._ranks[-1] // each
+
     def why_not(self, collective: str, x: Tensor, op: str | None = None) -> Sequence[str]:
         dtype = self.transport.carry[x.dtype][0] if x.dtype in self.transport.carry else x.dtype
         if not x.numel():

@@ -21,6 +21,7 @@ from hal.comm.contract import REDUCE_OPS, Comm, Message, run_reference
 
 from .parity_rows import Report, Row
 from .processes import run_processes
+from .sharded_processes import check_sharded_ops
 
 DTYPES = (
     torch.float32,
@@ -171,7 +172,9 @@ def _on_rank(backend: str, options: Mapping[str, Any], per_kind: int) -> Any:
     comm = active.comm(timeout=60.0)
     if not isinstance(comm, Comm):
         raise hal.PluginError(f"comm() of backend '{backend}' returned {comm!r}; it must return a hal.Comm")
-    return check_comm(comm, _own_device(active, comm), per_kind), dict(comm.emulations), active.simulated
+    device = _own_device(active, comm)
+    results = {**check_comm(comm, device, per_kind), **check_sharded_ops(comm, device)}
+    return results, dict(comm.emulations), active.simulated
 
 
 def _own_device(active: hal.Backend, comm: Comm) -> torch.device:
@@ -186,9 +189,11 @@ def parity_collectives(
     per_kind: int = 4,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> Report:
-    """The report of `hal parity --collectives`: one row per collective, reduction and dtype, over `nproc` processes.
+    """The report of `hal parity --collectives`: one row per collective, reduction and dtype, over `nproc` processes,
+    and one per implementation and dtype of the products with their communication (sharded_processes.py).
 
-    Ops are named "all_reduce[sum]", "all_gather", ...; what the transport emulates is listed among the reasons.
+    Ops are named "all_reduce[sum]", "all_gather", "all_gather_linear[composition]", ...; what the transport emulates is
+    listed among the reasons.
     """
     per_rank = run_processes(nproc, _on_rank, backend, dict(options or {}), per_kind, timeout=600.0)
     (first_rank, emulations, simulated), report = per_rank[0], Report(backend, per_rank[0][2])

@@ -197,13 +197,18 @@ def check_op(
 
 def check_implementation(backend: Backend, impl: Impl, effort: Effort) -> Iterator[Row]:
     """One row per dtype of the op; an implementation that ran no call in any of them fails in all, unless it is a
-    composition of ops that the backend lacks, or the device stores the tensors of no call.
+    composition of ops that the backend lacks, or the device stores the tensors of no call, or it is checked between
+    processes.
     """
     rows = [check_dtype(backend, impl, dtype, effort) for dtype in impl.op.tol]
     # Not a fault of the backend: a composition whose parts it lacks, and an op whose dtypes its device does not store.
     excused = impl.composed and not all(map(backend.implementations, impl.op.parts))
     stored, samples = backend.capabilities().dtypes, impl.op.edge_cases()
     excused |= bool(samples) and all(not_stored(sample, stored) for sample in samples)
+    if impl.op.name in SHARDED and SHARDED[impl.op.name].communicates_back and not impl.composed:
+        excused = True
+        for row in rows:
+            row.reasons = [*row.reasons, "checked between processes: hal parity --collectives"]
     if not excused and not any(row.samples or row.status == "fail" for row in rows):
         for row in rows:
             row.status = "fail"
@@ -321,7 +326,7 @@ def _edge_cases(subject: Subject, tally: _Tally) -> Iterator[Failure]:
         except Failure as failure:
             yield failure
     try:
-        if name in SHARDED:
+        if name in SHARDED and not (SHARDED[name].communicates_back and subject.device.type != "cpu"):
             for ranks in RANKS:
                 for sample in sharded_samples(name, ranks):
                     tally.add(check_sharded(subject, sample, ranks))

@@ -1,13 +1,15 @@
-"""Ops on a sharded vocabulary: ranks are threads, the oracle is the same call unsharded, in float64.
+"""Ops with a communicator: ranks are threads, the oracle is the same call of one rank, in float64.
 
-The parameter named in `SHARDED` is split into equal shards along one dimension; rank r calls with its shard, its
-`vocab_start` and a communicator. Every rank must return the unsharded result, and the concatenation of the ranks'
-gradients must be the unsharded gradient. The gradient of the parameter named in `PARTIAL` is the sum of the ranks'.
+The parameters named in `SHARDED` are split into equal shards along one dimension each; rank r calls with its shards and
+a communicator (ops on a vocabulary also with their `vocab_start`). Every rank must return its part of the result of one
+rank, and the concatenation of the ranks' gradients must be the gradient of one rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +24,44 @@ from .checks import Verdict, references
 from .comparison import Expected
 from .subject import Subject
 
-SHARDED = {"embedding": ("weight", 0), "cross_entropy": ("logits", -1), "linear_cross_entropy": ("weight", 0)}
-"""op name -> (the parameter that is sharded, along which dimension)."""
 
-PARTIAL = {"linear_cross_entropy": "x"}
-"""op name -> the parameter of whose gradient each rank returns a partial sum."""
+@dataclass(frozen=True)
+class Split:
+    """How the arguments and the result of an op are divided over ranks.
+
+    parameters: name -> the dimension along which it is split. result: the dimension of the (first) result that is
+    split; None: every rank returns the whole. partial: the parameter of whose gradient each rank returns a summand.
+    communicates_back: the backward pass communicates. autograd has one thread for all of a device's backward passes, in
+    which ranks that are threads would wait for each other, so such ops are checked between processes there
+    (sharded_processes.py); so are their implementations that need the backend's own communicator.
+    """
+
+    parameters: Mapping[str, int]
+    result: int | None = None
+    partial: str | None = None
+    communicates_back: bool = False
+
+    def result_of(self, label: str, whole: Tensor, rank: int, ranks: int) -> Tensor:
+        """What rank `rank` returns of the output `label`, whose value on one rank is `whole`."""
+        if self.result is None or label not in ("the output", "output 0"):
+            return whole
+        return whole.chunk(ranks, self.result)[rank]
+
+
+SHARDED = {
+    "embedding": Split({"weight": 0}),
+    "cross_entropy": Split({"logits": -1}),
+    "linear_cross_entropy": Split({"weight": 0}, partial="x"),
+    "all_gather_linear": Split({"x": 0, "weight": 0, "bias": 0}, result=-1, communicates_back=True),
+    "linear_reduce_scatter": Split({"x": -1, "weight": 1}, result=0, communicates_back=True),
+}
+"""op name -> how it is divided over ranks."""
 
 TIMEOUT = 20.0
 
 
 def sharded_samples(name: str, ranks: int) -> list[Sample]:
-    """Unsharded calls whose vocabulary size is divisible by `ranks`."""
+    """Calls of one rank whose sharded sizes are divisible by `ranks`."""
     if name == "embedding":
         v = 4 * ranks
         return [
@@ -52,21 +81,34 @@ def sharded_samples(name: str, ranks: int) -> list[Sample]:
         return [
             Sample((TensorSpec((3, 4, 8)), weight, target), {"label_smoothing": smoothing}) for smoothing in (0.0, 0.1)
         ]
+    if name == "all_gather_linear":
+        weight, bias = TensorSpec((5 * ranks, 16), scale=0.25), TensorSpec((5 * ranks,), scale=0.5)
+        return [
+            Sample((TensorSpec((3 * ranks, 2, 16)), weight, bias)),
+            Sample((TensorSpec((4 * ranks, 16), strided="rows"), weight), {"return_gathered": True}),
+        ]
+    if name == "linear_reduce_scatter":
+        n_in = 8 * ranks
+        weight = TensorSpec((6, n_in), scale=n_in**-0.5)
+        return [Sample((TensorSpec((lead * ranks, 2, n_in)), weight)) for lead in (1, 3)]
     return []
 
 
 def check_sharded(subject: Subject, sample: Sample, ranks: int) -> Verdict:
     """Checks one call on `ranks` ranks; inside `with subject:`. Raises Failure."""
     op = subject.op
-    name, dim = SHARDED[op.name]
+    split = SHARDED[op.name]
     oracle, native, dys = references(subject, sample)
     whole = build(op, sample, subject.dtype, subject.device)
-    parts = whole[name].chunk(ranks, dim)
-    size = parts[0].shape[dim]
+    shards = {n: whole[n].chunk(ranks, dim) for n, dim in split.parameters.items() if whole[n] is not None}
     comms = threads(ranks, timeout=TIMEOUT)
 
     def arguments(rank: int, comm: Comm) -> dict[str, Any]:
-        return {**whole, name: parts[rank].clone(), "vocab_start": rank * size, "comm": comm}
+        own = {**whole, **{n: parts[rank].clone() for n, parts in shards.items()}, "comm": comm}
+        if "vocab_start" in own:
+            (n, dim), *_ = split.parameters.items()
+            own["vocab_start"] = rank * shards[n][0].shape[dim]
+        return own
 
     declined = subject.impl.refusals(op.Call(**arguments(0, comms[0])))
     if declined:
@@ -74,7 +116,9 @@ def check_sharded(subject: Subject, sample: Sample, ranks: int) -> Verdict:
 
     def work(rank: int) -> Outcome:
         outcome = run(op, op, arguments(rank, comms[rank]), with_grad=True)
-        outcome.gradients = backward(outcome, [dy.to(subject.device) for dy in dys])
+        first, *others = (dy.to(subject.device) for dy in dys)
+        own = first if split.result is None else first.chunk(ranks, split.result)[rank].clone()
+        outcome.gradients = backward(outcome, [own, *others])
         return outcome
 
     def fail(message: str, error: float = float("inf")) -> Exception:
@@ -100,20 +144,26 @@ def check_sharded(subject: Subject, sample: Sample, ranks: int) -> Verdict:
 
     for rank, outcome in enumerate(outcomes):
         for label, y in outcome.outputs.items():
-            compare(f"{label} of rank {rank}", y, oracle.outputs[label], native.outputs[label])
-    grads = [o.gradients[name] for o in outcomes]
-    exact, other = oracle.gradients[name], native.gradients[name]
-    if any(g is None for g in grads) or exact is None or other is None:
-        raise fail(f"the gradient of {name} is missing (None)")
-    compare(f"the gradient of {name}", torch.cat([g for g in grads if g is not None], dim), exact, other, True)
-    if op.name in PARTIAL:
-        name = PARTIAL[op.name]
-        terms = [o.gradients[name] for o in outcomes]
-        exact, other = oracle.gradients[name], native.gradients[name]
-        if any(t is None for t in terms) or exact is None or other is None:
-            raise fail(f"the gradient of {name} is missing (None)")
+            exact, other = (split.result_of(label, r.outputs[label], rank, ranks) for r in (oracle, native))
+            compare(f"{label} of rank {rank}", y, exact, other)
+    for name in shards:
+        exact, other, grads = _gradients(name, oracle, native, outcomes, fail)
+        compare(f"the gradient of {name}", torch.cat(grads, split.parameters[name]), exact, other, True)
+    if split.partial is not None:
+        exact, other, grads = _gradients(split.partial, oracle, native, outcomes, fail)
         # Added in float64, so that the sum is not rounded a second time.
-        total = torch.stack([t.double() for t in terms if t is not None]).sum(0).to(other.dtype)
-        compare(f"the sum of the ranks' gradients of {name}", total, exact, other, True)
+        total = torch.stack([g.double() for g in grads]).sum(0).to(other.dtype)
+        compare(f"the sum of the ranks' gradients of {split.partial}", total, exact, other, True)
     subject.worst = max(subject.worst, worst)
     return Verdict((), worst)
+
+
+def _gradients(
+    name: str, oracle: Outcome, native: Outcome, outcomes: Sequence[Outcome], fail: Callable[[str], Exception]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The gradients of `name`: of the oracle, of the reference in the dtype under test, and of every rank."""
+    exact, other = oracle.gradients[name], native.gradients[name]
+    grads = [g for g in (outcome.gradients[name] for outcome in outcomes) if g is not None]
+    if len(grads) != len(outcomes) or exact is None or other is None:
+        raise fail(f"the gradient of {name} is missing (None)")
+    return exact, other, grads

@@ -197,6 +197,7 @@ def _drop_idle_parallelism(values: GivenOptions, processes_known: bool) -> None:
             idle["use_distributed_optimizer"] = f"it is ZeRO stage 1, and --zero-stage {zero} includes it"
     if probe.tensor_model_parallel_size == 1:
         idle["sequence_parallel"] = "it shards what tensor parallelism replicates"
+        idle["tp_comm_overlap"] = "tensor parallelism over one rank does not communicate"
     for name, why in idle.items():
         if values.get(name):
             values.notes.append(f"{values.origins.pop(name)}: {flag(name)} {values.pop(name)!r} has no effect: {why}")

@@ -145,6 +145,13 @@ def _tensor_parallel(c: Config) -> Iterator[str]:
     tp, tp_size = c.tensor_model_parallel_size, f"--tensor-model-parallel-size {c.tensor_model_parallel_size}"
     if c.sequence_parallel and tp == 1:
         yield "--sequence-parallel shards what tensor parallelism replicates; it needs --tensor-model-parallel-size > 1"
+    if c.tp_comm_overlap and not c.sequence_parallel:
+        yield (
+            "--tp-comm-overlap overlaps the gathers and reduce-scatters of --sequence-parallel, as in Megatron; add "
+            "that, or remove this"
+        )
+    if c.tp_comm_overlap and c.fp8_format is not None:
+        yield "--tp-comm-overlap has no products of float8 with their communication; remove it or --fp8-format"
     sizes = {
         "--num-attention-heads": c.num_attention_heads,
         "--num-query-groups": c.num_query_groups,

@@ -557,6 +557,9 @@ class Config:
         1, "tensor-parallel ranks, which share each layer", aliases=("model-parallel-size",)
     )
     sequence_parallel: bool = _opt(False, "also shard norms and dropout along the sequence (with tensor parallelism)")
+    tp_comm_overlap: bool = _opt(
+        False, "overlap the gathers and reduce-scatters of --sequence-parallel with the products beside them"
+    )
     pipeline_model_parallel_size: int = _opt(1, "pipeline-parallel ranks")
     num_layers_per_virtual_pipeline_stage: int | None = _opt(None, "layers per virtual stage (interleaved schedule)")
     pipeline_schedule: str = _opt(

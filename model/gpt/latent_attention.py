@@ -20,8 +20,9 @@ from hal.nn.float8_products import EXACT, ExactProducts
 
 from ..config.rotary import yarn_factor
 from ..config.schema import Config
+from ..parallel.sharded_products import linear
 from .attention import CoreAttention, SharedInputs, output_std
-from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear, linear, norm_of
+from .layers import ColumnParallelLinear, Init, Norm, RowParallelLinear, norm_of
 
 if TYPE_CHECKING:
     from .kv_cache import KeyValueCache

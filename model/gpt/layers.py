@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 import hal.nn
-from hal import Comm, Rng, ops
+from hal import Rng, ops
 from hal.nn.float8_products import EXACT, ExactProducts
 
 from ..config.schema import Config
+from ..parallel.sharded_products import column_linear, main_grads, row_linear
 from ..parallel.tensor_sharding import Parallel, Shard
 
 mappings = ops.mappings
@@ -87,104 +86,13 @@ class ColumnParallelLinear(hal.nn.Linear):
     def activated(self, x: Tensor, activation: str, approximate: str) -> Tensor:
         """activation(x W^T + bias), `activation` as in ops.linear_bias_activation: [..., in] -> [..., out / ranks], of
         which a gated activation leaves half."""
-        if self.parallel.sequence or _main_grads(self.weight, None) or self.products is not EXACT:
+        if self.parallel.sequence or main_grads(self.weight, None) or self.products is not EXACT:
             y = column_linear(x, self.weight, None, self.parallel, self.products)  # with its own backward pass
             if activation == "swiglu":
                 return ops.swiglu(y, self.bias)
             return (ops.geglu if activation == "geglu" else ops.bias_gelu)(y, self.bias, approximate)
         x = mappings.copy_to_region(x, self.parallel.tp)
         return ops.linear_bias_activation(x, self.weight, self.bias, activation=activation, approximate=approximate)
-
-
-def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, parallel: Parallel, products: ExactProducts = EXACT
-) -> Tensor:
-    """The product of a column-parallel layer, x [s, b, in] -> [s, b, out / ranks], which enters the tensor-parallel
-    region. With sequence parallelism x is this rank's [s / ranks, b, in]."""
-    if parallel.sequence:
-        y: Tensor = _GatheredLinear.apply(x, weight, bias, parallel.tp, products)  # type: ignore[no-untyped-call]
-        return y
-    return linear(mappings.copy_to_region(x, parallel.tp), weight, bias, products)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: ExactProducts = EXACT) -> Tensor:
-    """x W^T + bias, with weight-gradient accumulation fused into `main_grad`, if the parameters have one. This is the
-    float32 gradient sum (Megatron's name), which the optimizer sets from the second microbatch on."""
-    main_grads = _main_grads(weight, bias)
-    if main_grads is None and products is EXACT:
-        return ops.linear(x, weight, bias)
-    y: Tensor = _Linear.apply(x, weight, bias, main_grads, products)  # type: ignore[no-untyped-call]
-    return y
-
-
-_MainGrads = tuple[Tensor, Tensor | None]
-"""The float32 gradient sums of a linear layer's weight [out, in] and bias [out]."""
-
-
-def _main_grads(weight: Tensor, bias: Tensor | None) -> _MainGrads | None:
-    """The gradient sums of a layer, or None unless each of its parameters has a `main_grad`."""
-    weight_sum: Tensor | None = getattr(weight, "main_grad", None)
-    bias_sum: Tensor | None = getattr(bias, "main_grad", None)
-    if weight_sum is None or (bias is not None and bias_sum is None):
-        return None
-    return weight_sum, bias_sum
-
-
-class _Linear(torch.autograd.Function):
-    """A linear layer whose backward pass adds the gradients of weight and bias to their `main_grad`, if there is one,
-    instead of returning them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, main_grads: _MainGrads | None, products: ExactProducts
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.main_grads, ctx.products, ctx.has_bias = main_grads, products, bias is not None
-        return products.forward(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dx = ctx.products.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
-        return dx, *_parameter_gradients(ctx, x, dy), None, None
-
-
-class _GatheredLinear(torch.autograd.Function):
-    """linear(all_gather(x), weight, bias) that saves only this rank's rows x [s / ranks, b, in] for the backward pass.
-
-    The rows are gathered a second time while the gradient of x is computed, so that all activations that a layer saves
-    are divided by the number of ranks (Korthikanti et al., arXiv 2205.05198, section 4.2.2).
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, comm: Comm, products: ExactProducts
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.comm, ctx.has_bias, ctx.main_grads = comm, bias is not None, _main_grads(weight, bias)
-        ctx.products = products
-        return products.forward(comm.all_gather(x), weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        # Both collectives overlap with a matrix product: the gather with that of dx, the scatter with that of dw.
-        gathering = ctx.comm.start("all_gather", x)
-        scattering = ctx.comm.start("reduce_scatter", ctx.products.input_gradient(dy, weight))
-        gradients = _parameter_gradients(ctx, gathering.wait(), dy)
-        return scattering.wait(), *gradients, None, None
-
-
-def _parameter_gradients(ctx: Any, x: Tensor, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of weight and bias from x [..., in] and dy [..., out], or (None, None) after adding them to
-    `main_grad`."""
-    if ctx.main_grads is not None:
-        ctx.products.add_gradients(x, dy, *ctx.main_grads)
-        return None, None
-    dy_rows = dy.flatten(0, -2)
-    return ctx.products.weight_gradient(dy_rows, x.flatten(0, -2)), dy_rows.sum(0) if ctx.has_bias else None
 
 
 class RowParallelLinear(hal.nn.Linear):
@@ -204,8 +112,7 @@ class RowParallelLinear(hal.nn.Linear):
             self.bias = init.constant(f"{name}.bias", (n_out,), 0.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        leave = mappings.reduce_scatter_from_region if self.parallel.sequence else mappings.reduce_from_region
-        return leave(linear(x, self.weight, products=self.products), self.parallel.tp)
+        return row_linear(x, self.weight, self.parallel, self.products)
 
 
 class VocabParallelEmbedding(hal.nn.Embedding):

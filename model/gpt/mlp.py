@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config.schema import Config
+from ..parallel.sharded_products import column_linear
 from .attention import output_std
-from .layers import ColumnParallelLinear, Init, RowParallelLinear, column_linear
+from .layers import ColumnParallelLinear, Init, RowParallelLinear
 
 
 class MLP(nn.Module):

@@ -22,6 +22,7 @@ from ..config.schema import Config
 from ..parallel import document_mask
 from ..parallel.document_mask import Documents
 from ..parallel.kept_inputs import kept_inputs
+from ..parallel.sharded_products import column_linear
 from ..parallel.tensor_sharding import Parallel, Shard
 from .activation_checkpointing import recompute
 from .attention import SelfAttention, SharedInputs
@@ -29,7 +30,7 @@ from .dropout_rng import DropoutRng
 from .float8 import set_products
 from .gated_delta_net import GatedDeltaNet
 from .latent_attention import LatentAttention
-from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, column_linear, norm_of
+from .layers import UNALLOCATED, Init, Norm, VocabParallelEmbedding, norm_of
 from .mlp import MLP
 from .moe import MoE
 

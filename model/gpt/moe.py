@@ -21,9 +21,10 @@ from hal.nn.float8_products import EXACT, ExactProducts
 from ..config.experts import coefficients
 from ..config.schema import Config
 from ..parallel.expert_exchange import Exchange, Route, start_exchange
+from ..parallel.sharded_products import linear
 from ..parallel.tensor_sharding import Shard
 from .attention import output_std
-from .layers import Init, linear
+from .layers import Init
 from .mlp import MLP
 
 mappings = ops.mappings

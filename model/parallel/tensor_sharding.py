@@ -21,6 +21,7 @@ class Parallel:
     """This process's coordinates among the ranks that share a layer. The default is a single process.
 
     tp: ranks that share the weights. sequence: activations between the layers are split over them along the sequence.
+    overlap: products and the communication that sequence parallelism adds to them are one op, which a backend overlaps.
     cp: ranks that share each sequence. ring: those of them among which keys and values go round; ulysses: those that
     exchange their parts of the sequence for parts of the heads, together one rank's part of the ring.
 
@@ -31,6 +32,7 @@ class Parallel:
 
     tp: Comm = field(default_factory=SingleRankComm)
     sequence: bool = False
+    overlap: bool = False
     cp: Comm = field(default_factory=SingleRankComm)
     ring: Comm = field(default_factory=SingleRankComm)
     ulysses: Comm = field(default_factory=SingleRankComm)
@@ -47,7 +49,7 @@ class Parallel:
         ranks, degree = tuple(mesh.layout.group(mesh.rank, "cp")), config.ulysses_degree
         first = cp.rank - cp.rank % degree
         ring, ulysses = mesh.comm_of(ranks[cp.rank % degree :: degree]), mesh.comm_of(ranks[first : first + degree])
-        parallel = Parallel(tp, config.sequence_parallel, cp, ring, ulysses)
+        parallel = Parallel(tp, config.sequence_parallel, config.tp_comm_overlap, cp, ring, ulysses)
         if config.num_experts is None:
             return parallel
         return replace(

@@ -35,6 +35,7 @@ _NOT_COMPARED = frozenset(
         "partition_activations",
         "tensor_model_parallel_size",
         "sequence_parallel",
+        "tp_comm_overlap",
         "pipeline_model_parallel_size",
         "num_layers_per_virtual_pipeline_stage",
         "pipeline_schedule",

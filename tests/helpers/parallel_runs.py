@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ from hal.model.config.parallel_layout import make_parallel_layout
 from hal.model.config.validation import world_size
 from hal.model.data.gpt_dataset import Split
 from hal.model.training.trainer import Trainer
+from hal.testing import Spy
 from hal.testing.processes import run_processes
 
 VOCABULARY, END = 120, 119  # padded to 128
@@ -129,6 +132,41 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 EP2, ETP1 = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 1}
 DOCUMENTS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
 """Options of the layouts that several tests use."""
+
+
+WIDE_OVERLAP = {
+    **COMMON,
+    **TP2,
+    **SP,
+    "tp_comm_overlap": True,
+    "bf16": True,
+    "num_layers": 2,
+    "hidden_size": 512,
+    "ffn_hidden_size": 512,
+    "init_method_std": 0.02,
+    "lr": 1e-3,
+    "global_batch_size": 2,
+}
+"""Sizes that fused operators take: the products of every layer sum 256 products or more on each of two ranks."""
+
+
+def fused_steps(options: dict[str, Any], count: int) -> tuple[list[Any], Counter[tuple[str, str]]]:
+    """`steps` on the backend's simulator, and how often each implementation of all_gather_linear and
+    linear_reduce_scatter ran; the composition is not counted."""
+    os.environ["HAL_SIMULATE"] = "1"
+    run = trainer(options)
+    with hal.activated(Spy(hal.backend())) as spy:
+        results = [run.step() for _ in range(count)]
+    counts = Counter(c for c in spy.calls if c[0] in ("all_gather_linear", "linear_reduce_scatter"))
+    return [(r.loss, r.grad_norm) for r in results], counts
+
+
+def fused_counts(implementation: str, count: int) -> Counter[tuple[str, str]]:
+    """What `fused_steps` counts for WIDE_OVERLAP where every call of the two ops runs on `implementation`."""
+    products = count * WIDE_OVERLAP["global_batch_size"] * WIDE_OVERLAP["num_layers"] * 2
+    logits = count * WIDE_OVERLAP["global_batch_size"]
+    names = {"all_gather_linear": 2 * products + logits, "linear_reduce_scatter": products}
+    return Counter({(name, implementation): calls for name, calls in names.items()})
 
 
 def close(got: list[Any], want: list[Any], losses: float, norms: float) -> None:

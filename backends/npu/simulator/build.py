@@ -24,16 +24,17 @@ from .generate import LIMITS, TABLE, generate, generate_limits
 SOURCES = Path(__file__).resolve().parent / "src"
 LIBRARIES = {
     "ascendcl": ("runtime", "streams", "capture", "ascendcl", "refused"),
+    "hccl": ("hccl", "shared_memory"),
     "opapi": (
         "opapi",
         "kernels",
         "moe",
+        "mc2",
         "attention",
         "rules",
         "aclop",
         "operators",
     ),  # operators is generated from the table
-    "hccl": ("hccl", "shared_memory"),
     "hcomm": (),
     "acl_op_compiler": (),
     "ge_runner": (),
@@ -113,7 +114,7 @@ def _build(compiler: list[str], headers: Path, work: Path) -> Path:
         if name == "hcomm":
             needs.append("-lhccl")
         if name == "opapi":
-            needs += [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+            needs += ["-lhccl", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
         soname = f"-Wl,-soname,lib{name}.so"
         output = str(work / "lib" / f"lib{name}.so")
         _run([*compiler, "-shared", *objects, soname, "-Wl,-z,defs", "-o", output, *needs, "-lpthread", "-lrt"])

@@ -66,6 +66,7 @@ class Operator:
     expression: str
     rule: str  # C++ that refuses calls that the operator does not accept; empty if there is no rule
     planned: bool  # the expression runs in phase one and returns the work
+    waits: bool  # the work waits for other processes
 
     def _operands(self) -> str:
         """C++ that lists the operands for `write`: an infinite result is no overflow if an operand is infinite."""
@@ -94,7 +95,7 @@ class Operator:
             f"aclnnStatus aclnn{self.name}GetWorkspaceSize(\n"
             f"    {parameters}, uint64_t* workspace, aclOpExecutor** executor) {{\n"
             f'  return plan("aclnn{self.name}", workspace, executor, [&]() -> Work {{\n'
-            f"{decoded}{self.rule}{work}  }});\n}}\n"
+            f"{decoded}{self.rule}{work}  }}{', Wait::may_block' if self.waits else ''});\n}}\n"
             f"aclnnStatus aclnn{self.name}(void*, uint64_t, aclOpExecutor* executor, aclrtStream stream) {{\n"
             f"  return execute(executor, stream);\n}}\n"
         )
@@ -124,15 +125,17 @@ def parse(text: str) -> list[Operator]:
             targets, expression = tuple(assignment[1].split(", ")), assignment[2]
         if match[1] in operators:
             raise ValueError(f"operators.table line {number}: {match[1]} is there already")
-        planned = expression.startswith("plan ")
+        waits = expression.startswith("wait ")
+        planned = waits or expression.startswith("plan ")
         rule = f'    rules::{match[3]}("aclnn{match[1]}", {match[4]});\n' if match[3] else ""
-        operators[match[1]] = Operator(match[1], arguments, targets, expression.removeprefix("plan "), rule, planned)
+        expression = expression.removeprefix("wait ").removeprefix("plan ")
+        operators[match[1]] = Operator(match[1], arguments, targets, expression, rule, planned, waits)
     return list(operators.values())
 
 
 def generate_limits() -> str:
     """The C++ header with what constraints.csv says in numbers and dtypes: `limits::attention_heads.least` and `.most`,
-    and `limits::hccl_product`, an array of names.
+    `limits::mc2_ranks`, an array of numbers, and `limits::hccl_product`, an array of names.
     """
     lines = [line for line in LIMITS.read_text().splitlines() if line and not line.startswith("#")]
     values = []
@@ -141,6 +144,8 @@ def generate_limits() -> str:
         if row["kind"] == "range":
             least, most = row["value"].split("..")
             values.append(f"constexpr Range {name}{{{least}, {most}}};")
+        elif row["kind"] == "numbers":
+            values.append(f"constexpr int64_t {name}[] = {{{', '.join(row['value'].split())}}};")
         elif row["kind"] == "dtypes":
             dtypes = ", ".join(f'"{dtype}"' for dtype in row["value"].split())
             values.append(f"constexpr const char* {name}[] = {{{dtypes}}};")
@@ -154,6 +159,6 @@ def generate_limits() -> str:
 
 def generate() -> str:
     """The C++ source of every operator of the table."""
-    head = '#include "attention.h"\n#include "kernels.h"\n#include "rules.h"\n\n'
+    head = '#include "attention.h"\n#include "kernels.h"\n#include "mc2.h"\n#include "rules.h"\n\n'
     head += "using namespace halsim;\nusing aclnnStatus = int;\n\n"
     return head + 'extern "C" {\n\n' + "\n".join(op.source() for op in parse(TABLE.read_text())) + "\n}\n"

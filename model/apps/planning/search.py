@@ -119,6 +119,7 @@ def candidates(config: Config, devices: int, per_node: int) -> Iterator[Config]:
                             c,
                             tensor_model_parallel_size=tp,
                             sequence_parallel=tp > 1,
+                            tp_comm_overlap=c.tp_comm_overlap and tp > 1,
                             context_parallel_size=cp,
                             pipeline_model_parallel_size=pp,
                             micro_batch_size=micro,

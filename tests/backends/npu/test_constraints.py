@@ -154,6 +154,7 @@ CALLS: dict[str, list[tuple[Thunk, Thunk]]] = {
     "grouped.last_size": [(grouped(1, 65535), grouped(1, 65536))],
 }  # fmt: skip
 ELSEWHERE = {"hccl.reduced", "hccl.product", "softmax.size", "attention.packed_mask_rows"}
+ELSEWHERE |= {id for id in CONSTRAINTS if id.startswith("mc2.")}  # test_mc2.py
 """Whose calls need processes of their own: other ranks, or because a refusal stops the device's queue."""
 CASES = [(id, i, *pair) for id, pairs in CALLS.items() for i, pair in enumerate(pairs)]
 

@@ -36,8 +36,12 @@ def begin(timeout: float = 60.0) -> tuple[hal.Comm, torch.device, simulator.Simu
 def test_every_collective_means_what_its_definition_says() -> None:
     report = parity_collectives("npu", nproc=2, options={"simulate": True}, per_kind=2)
     assert report.ok, report.summary()
-    declined = {row.dtype for row in report.rows if row.status == "declined"}
-    assert declined == {"float64", "uint8"}  # HCCL on Atlas A2 does not reduce them
+    declined = {(row.op.split("[")[0], row.dtype) for row in report.rows if row.status == "declined"}
+    products = {(op, "float32") for op in ("all_gather_linear", "linear_reduce_scatter")}
+    assert products < declined  # which MC2 does not take
+    assert {dtype for _, dtype in declined - products} == {"float64", "uint8"}  # HCCL on Atlas A2 does not reduce them
+    fused = {row.op for row in report.rows if "npu/mc2" in row.op and row.status == "pass"}
+    assert fused == {"all_gather_linear[npu/mc2]", "linear_reduce_scatter[npu/mc2]"}
     assert all(row.simulated for row in report.rows)
 
 

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+import hal
+from hal import Comm, ops
+from hal.backends.cpu_ref import CpuRef
 from hal.comm.contract import Work
 from hal.comm.threads import ThreadComm, _Meeting, run_threads
 from hal.testing.collectives import check_comm
+from hal.testing.processes import run_processes
+from hal.testing.sharded_processes import check_sharded_ops
 
 
 class Liar(ThreadComm):
@@ -55,3 +61,45 @@ def test_a_planted_mistake_is_found(mistake: str) -> None:
 
     wrong_dtypes = run_threads(2, run)
     assert wrong_dtypes[0] | wrong_dtypes[1] == MISTAKES[mistake]
+
+
+def _planted(wrong: str) -> list[str]:
+    """The ops with whose fused product the kit finds problems if it orders the ranks' rows wrongly, or adds nothing."""
+
+    class Planted(CpuRef):
+        pass
+
+    def gathered(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        comm: Comm | None = None,
+        return_gathered: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        assert comm is not None
+        rows = ops.mappings.all_gather_to_region(x, comm)
+        y = torch.nn.functional.linear(rows.roll(x.shape[0], 0) if wrong == "order" else rows, weight, bias)
+        return (y, rows.detach()) if return_gathered else y
+
+    def scattered(x: Tensor, weight: Tensor, *, comm: Comm | None = None) -> Tensor:
+        y = torch.nn.functional.linear(x, weight)
+        assert comm is not None
+        if wrong == "sum":
+            return y.chunk(comm.size)[comm.rank].clone()
+        return ops.mappings.reduce_scatter_from_region(y, comm)
+
+    Planted.impl(ops.all_gather_linear, id="planted")(gathered)
+    Planted.impl(ops.linear_reduce_scatter, id="planted")(scattered)
+    hal.use("cpu_ref")
+    with hal.activated(Planted()):
+        rows = check_sharded_ops(CpuRef().comm(timeout=30.0), torch.device("cpu"))
+    assert all(row["samples"] == 2 for row in rows.values())
+    return sorted({op for (op, implementation, _), row in rows.items() if row["problems"]})
+
+
+@pytest.mark.parametrize(
+    "wrong, ops_with_problems", [("nothing", []), ("order", ["all_gather_linear"]), ("sum", ["linear_reduce_scatter"])]
+)
+def test_products_with_their_communication_are_checked(wrong: str, ops_with_problems: list[str]) -> None:
+    assert run_processes(2, _planted, wrong) == [ops_with_problems] * 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import hal
-from hal.model.gpt.layers import linear
+from hal.model.parallel.sharded_products import linear
 from hal.model.training import run as command
 from hal.testing import Spy
 

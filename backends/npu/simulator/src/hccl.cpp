@@ -16,6 +16,7 @@
 #include <numeric>
 #include <thread>
 
+#include "collectives.h"
 #include "constraints.h"
 #include "reduce.h"
 #include "runtime.h"
@@ -137,26 +138,30 @@ int timed_out(Communicator& comm, const char* call) {
   return comm.broken(HCCL_E_TIMEOUT, ACL_ERROR_RT_FFTS_PLUS_TIMEOUT);
 }
 
-// Checks for faults, exchanges the announcements, then runs `body`, which returns false when a wait timed out.
+// Runs in a task: checks for faults, exchanges the announcements, then runs `body`, which returns false when a wait
+// timed out. Returns an acl error code.
+template <typename Body>
+int run(const char* call, const Shared& comm, const Announcement& what, const Body& body) {
+  std::lock_guard<std::mutex> one_at_a_time(comm->collective);
+  if (halsim::fault("slow_rank"))
+    std::this_thread::sleep_for(std::chrono::milliseconds(halsim::setting("slow_rank_ms", 100)));
+  Segment& segment = *comm->segment;
+  if (halsim::fault("hccl_timeout")) return timed_out(*comm, call);
+  Deadline deadline(comm->timeout_ms);
+  segment.announcement(segment.rank()) = what;
+  if (!segment.barrier(deadline)) return timed_out(*comm, call);
+  for (uint32_t r = 0; r < segment.size(); r++)
+    if (!(segment.announcement(r) == what)) {
+      fail(ACL_ERROR_RT_FFTS_PLUS_EXCEPTION, "%s: rank %u calls another collective, or this one with another "
+                  "count, data type, reduction or root; the device would hang", call, r);
+      return comm->broken(HCCL_E_PARA, ACL_ERROR_RT_FFTS_PLUS_EXCEPTION);
+    }
+  return body(segment, deadline) ? ACL_SUCCESS : timed_out(*comm, call);
+}
+
 template <typename Body>
 HcclResult collective(const char* call, const Shared& comm, Announcement what, aclrtStream stream, Body body) {
-  auto task = [=]() -> int {
-    std::lock_guard<std::mutex> one_at_a_time(comm->collective);
-    if (halsim::fault("slow_rank"))
-      std::this_thread::sleep_for(std::chrono::milliseconds(halsim::setting("slow_rank_ms", 100)));
-    Segment& segment = *comm->segment;
-    if (halsim::fault("hccl_timeout")) return timed_out(*comm, call);
-    Deadline deadline(comm->timeout_ms);
-    segment.announcement(segment.rank()) = what;
-    if (!segment.barrier(deadline)) return timed_out(*comm, call);
-    for (uint32_t r = 0; r < segment.size(); r++)
-      if (!(segment.announcement(r) == what)) {
-        fail(ACL_ERROR_RT_FFTS_PLUS_EXCEPTION, "%s: rank %u calls another collective, or this one with another "
-                    "count, data type, reduction or root; the device would hang", call, r);
-        return comm->broken(HCCL_E_PARA, ACL_ERROR_RT_FFTS_PLUS_EXCEPTION);
-      }
-    return body(segment, deadline) ? ACL_SUCCESS : timed_out(*comm, call);
-  };
+  auto task = [=]() -> int { return run(call, comm, what, body); };
   int code = halsim::submit(stream, task, halsim::Wait::may_block);
   return code ? HCCL_E_RUNTIME : HCCL_SUCCESS;
 }
@@ -229,7 +234,43 @@ bool in_chunks(uint64_t count, size_t room, Step step) {
   return true;
 }
 
-enum Kind : uint32_t { kAllReduce = 1, kBroadcast, kAllGather, kReduceScatter, kReduceScatterV, kReduce, kBarrier };
+enum Kind : uint32_t {
+  kAllReduce = 1, kBroadcast, kAllGather, kReduceScatter, kReduceScatterV, kReduce, kBarrier,
+  kFusedGather, kFusedReduceScatter  // of operators that also compute
+};
+
+bool gather(Segment& segment, const Deadline& deadline, const void* send, void* recv, uint64_t count, size_t item) {
+  return in_chunks(count, halsim::kSlotBytes / item, [&](uint64_t at, uint64_t n) {
+    memcpy(segment.slot(segment.rank()), static_cast<const char*>(send) + at * item, n * item);
+    if (!segment.barrier(deadline)) return false;
+    for (uint32_t r = 0; r < segment.size(); r++)
+      memcpy(static_cast<char*>(recv) + (r * count + at) * item, segment.slot(r), n * item);
+    return segment.barrier(deadline);
+  });
+}
+
+bool reduce_scatter(Segment& segment, const Deadline& deadline, const void* send, void* recv, uint64_t count,
+                    HcclDataType type, HcclReduceOp op) {
+  size_t item = item_size(type), room = halsim::kSlotBytes / item / segment.size();  // a piece for every rank
+  return in_chunks(count, room, [&](uint64_t at, uint64_t n) {
+    for (uint32_t r = 0; r < segment.size(); r++)
+      memcpy(segment.slot(segment.rank()) + r * room * item, static_cast<const char*>(send) + (r * count + at) * item,
+             n * item);
+    if (!segment.barrier(deadline)) return false;
+    char* out = static_cast<char*>(recv) + at * item;
+    memcpy(out, segment.slot(0) + segment.rank() * room * item, n * item);
+    for (uint32_t r = 1; r < segment.size(); r++)
+      halsim::reduce(out, segment.slot(r) + segment.rank() * room * item, n, type, op);
+    return segment.barrier(deadline);
+  });
+}
+
+Shared named(const std::string& group) {
+  std::lock_guard<std::mutex> lock(registry_mutex);
+  for (auto& [handle, comm] : registry())
+    if (comm->name == group) return comm;
+  return nullptr;
+}
 
 HcclResult reduce_to(const char* call, Kind kind, void* send, void* recv, uint64_t count, HcclDataType type,
                      HcclReduceOp op, uint32_t root, HcclComm handle, aclrtStream stream) {
@@ -274,6 +315,34 @@ HcclResult join(uint32_t ranks, const HcclRootInfo* root, uint32_t rank, const H
 }
 
 }  // namespace
+
+namespace halsim {
+
+uint32_t ranks_of(const std::string& group) {
+  Shared comm = named(group);
+  return comm ? comm->segment->size() : 0;
+}
+
+int gather_in_task(const char* call, const std::string& group, const void* send, void* recv, uint64_t count,
+                   HcclDataType type) {
+  Shared comm = named(group);
+  if (!comm) return fail(ACL_ERROR_RT_FFTS_PLUS_EXCEPTION, "%s: group %s was destroyed", call, group.c_str());
+  return run(call, comm, {kFusedGather, (uint32_t)type, 0, 0, count}, [&](Segment& segment, const Deadline& deadline) {
+    return gather(segment, deadline, send, recv, count, item_size(type));
+  });
+}
+
+int reduce_scatter_in_task(const char* call, const std::string& group, const void* send, void* recv, uint64_t count,
+                           HcclDataType type) {
+  Shared comm = named(group);
+  if (!comm) return fail(ACL_ERROR_RT_FFTS_PLUS_EXCEPTION, "%s: group %s was destroyed", call, group.c_str());
+  return run(call, comm, {kFusedReduceScatter, (uint32_t)type, HCCL_REDUCE_SUM, 0, count},
+             [&](Segment& segment, const Deadline& deadline) {
+    return reduce_scatter(segment, deadline, send, recv, count, type, HCCL_REDUCE_SUM);
+  });
+}
+
+}  // namespace halsim
 
 extern "C" {
 
@@ -365,13 +434,7 @@ HcclResult HcclAllGather(void* send, void* recv, uint64_t count, HcclDataType ty
   if (auto bad = check("HcclAllGather", comm, type, recv, count * item * comm->segment->size())) return bad;
   return collective("HcclAllGather", comm, {kAllGather, (uint32_t)type, 0, 0, count}, stream,
                     [=](Segment& segment, const Deadline& deadline) {
-    return in_chunks(count, halsim::kSlotBytes / item, [&](uint64_t at, uint64_t n) {
-      memcpy(segment.slot(segment.rank()), static_cast<char*>(send) + at * item, n * item);
-      if (!segment.barrier(deadline)) return false;
-      for (uint32_t r = 0; r < segment.size(); r++)
-        memcpy(static_cast<char*>(recv) + (r * count + at) * item, segment.slot(r), n * item);
-      return segment.barrier(deadline);
-    });
+    return gather(segment, deadline, send, recv, count, item);
   });
 }
 
@@ -383,17 +446,7 @@ HcclResult HcclReduceScatter(void* send, void* recv, uint64_t count, HcclDataTyp
   if (auto bad = check("HcclReduceScatter", comm, type, send, count * item * comm->segment->size())) return bad;
   return collective("HcclReduceScatter", comm, {kReduceScatter, (uint32_t)type, (uint32_t)op, 0, count}, stream,
                     [=](Segment& segment, const Deadline& deadline) {
-    size_t room = halsim::kSlotBytes / item / segment.size();  // a slot holds one piece for every rank
-    return in_chunks(count, room, [&](uint64_t at, uint64_t n) {
-      for (uint32_t r = 0; r < segment.size(); r++)
-        memcpy(segment.slot(segment.rank()) + r * room * item, static_cast<char*>(send) + (r * count + at) * item, n * item);
-      if (!segment.barrier(deadline)) return false;
-      char* out = static_cast<char*>(recv) + at * item;
-      memcpy(out, segment.slot(0) + segment.rank() * room * item, n * item);
-      for (uint32_t r = 1; r < segment.size(); r++)
-        halsim::reduce(out, segment.slot(r) + segment.rank() * room * item, n, type, op);
-      return segment.barrier(deadline);
-    });
+    return reduce_scatter(segment, deadline, send, recv, count, type, op);
   });
 }
 

@@ -123,9 +123,10 @@ Operands::Operands(std::initializer_list<const Tensor*> tensors, std::initialize
 }
 Operands::~Operands() { operands_are_finite = true; }
 
-int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare) {
+int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare,
+         Wait wait) {
   try {
-    *executor = new aclOpExecutor{op, prepare()};
+    *executor = new aclOpExecutor{op, prepare(), wait};
     *workspace = 0;
     return ACL_SUCCESS;
   } catch (const Refusal& refusal) {
@@ -145,6 +146,7 @@ int launch(const char* op, aclrtStream stream, const std::function<Work()>& prep
 int execute(aclOpExecutor* executor, aclrtStream stream) {
   auto name = executor->name;
   auto work = std::move(executor->run);
+  Wait wait = executor->wait;
   delete executor;
   count(Counter::operators);
   if (deterministic) count(Counter::deterministic);
@@ -156,12 +158,14 @@ int execute(aclOpExecutor* executor, aclrtStream stream) {
     try {
       work();
       return static_cast<int>(ACL_SUCCESS);
+    } catch (const Stopped& stopped) {
+      return stopped.code;
     } catch (const c10::Error& error) {
       return fail(kInnerError, "%s: %s", name.c_str(), error.what_without_backtrace());
     } catch (const std::exception& error) {
       return fail(kInnerError, "%s: %s", name.c_str(), error.what());
     }
-  });
+  }, wait);
 }
 
 }  // namespace halsim

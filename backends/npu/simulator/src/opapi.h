@@ -39,6 +39,7 @@ struct aclScalarList {
 struct aclOpExecutor {
   std::string name;
   std::function<void()> run;
+  halsim::Wait wait;
 };
 
 namespace halsim {
@@ -54,6 +55,10 @@ constexpr int kInnerError = 561103;      // ACLNN_ERR_INNER_NULLPTR's family: th
 struct Refusal {
   int code;
   std::string text;
+};
+// Thrown by work that ends its stream with this code, whose text fail() has recorded.
+struct Stopped {
+  int code;
 };
 
 at::ScalarType scalar_type(aclDataType type);
@@ -78,8 +83,9 @@ struct Operands {
   ~Operands();
 };
 
-// Runs `prepare` (phase one) and stores the work it returns in *executor.
-int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare);
+// Runs `prepare` (phase one) and stores the work it returns in *executor. wait: whether it waits for other processes.
+int plan(const char* op, uint64_t* workspace, aclOpExecutor** executor, const std::function<Work()>& prepare,
+         Wait wait = Wait::never);
 int execute(aclOpExecutor* executor, aclrtStream stream);
 // Both phases in one, for operators that have only one call.
 int launch(const char* op, aclrtStream stream, const std::function<Work()>& prepare);
