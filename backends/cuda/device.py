@@ -29,6 +29,8 @@ OLDEST = (8, 0)
 
 STAND_IN = "stand-in: a reference on the CPU in place of torch's CUDA kernel"
 
+WHEEL = "stand-in: a reference on the CPU in place of the wheel that torch calls"
+
 SYMMETRIC_MEMORY = "stand-in: torch's op computed on the CPU over gloo, without overlap"
 
 
@@ -64,6 +66,7 @@ class Cuda(hal.Backend):
         if simulate:
             torch_kernels = ("cuda/flash", "cuda/cudnn", "cuda/sdpa", "cuda/flex", "cuda/torch", "cuda/cublaslt")
             self.stand_ins = {**dict.fromkeys(torch_kernels, STAND_IN), "cuda/symm_mem": SYMMETRIC_MEMORY}
+            self.stand_ins |= dict.fromkeys(("cuda/fa3", "cuda/fa4"), WHEEL)
 
     def probe(self) -> hal.Probe:
         try:

@@ -27,6 +27,10 @@ DTYPES = (torch.bfloat16, torch.float32)
 MIB = 2**20
 
 
+BETWEEN_PROCESSES = (ops.all_gather_linear, ops.linear_reduce_scatter)
+"""Ops whose implementations, but for the composition, need several processes."""
+
+
 class NotInGraphs(Exception):
     """An implementation refuses calls that are captured in a graph, and says so."""
 
@@ -54,7 +58,8 @@ def checks(backend: Any) -> Iterator[Check]:
     """All checks, for `backend`, an active Cuda."""
     for op in hal.OPS.values():
         for impl in backend.implementations(op):
-            yield Check(f"graph of {op.name} {impl.id}", "", partial(_graph, backend, op, impl))
+            if impl.composed or op not in BETWEEN_PROCESSES:
+                yield Check(f"graph of {op.name} {impl.id}", "", partial(_graph, backend, op, impl))
     for dtype in DTYPES:
         yield Check(f"flex with a mask, {str(dtype).removeprefix('torch.')}", "", partial(_mask, dtype))
     yield Check("kernels in a new thread", "", partial(_thread, backend))

@@ -198,6 +198,10 @@ def _drop_idle_parallelism(values: GivenOptions, processes_known: bool) -> None:
     if probe.tensor_model_parallel_size == 1:
         idle["sequence_parallel"] = "it shards what tensor parallelism replicates"
         idle["tp_comm_overlap"] = "tensor parallelism over one rank does not communicate"
+    elif not probe.sequence_parallel:
+        idle["tp_comm_overlap"] = "it overlaps the gathers and reduce-scatters of --sequence-parallel"
+    elif probe.fp8_format is not None:
+        idle["tp_comm_overlap"] = "no backend has products of float8 with their communication"
     for name, why in idle.items():
         if values.get(name):
             values.notes.append(f"{values.origins.pop(name)}: {flag(name)} {values.pop(name)!r} has no effect: {why}")

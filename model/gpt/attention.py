@@ -77,7 +77,7 @@ class SelfAttention(nn.Module):
         s, b, _ = mixed.shape
         mixed = mixed.view(s, b, self.local_groups, -1, self.head_size)
         # The gradient of a split is one concatenation; indexing would create a zero-filled gradient for each part.
-        q, gate, k, v = mixed.split((self.per_group, self.per_group * self.gated, 1, 1), dim=3)
+        q, *gate, k, v = mixed.split((self.per_group,) * (1 + self.gated) + (1, 1), dim=3)
         q_SBND, k_SBGD, v_SBGD = q.reshape(s, b, -1, self.head_size), k.squeeze(3), v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND.contiguous()), self.k_layernorm(k_SBGD.contiguous())
@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
             k_SBGD, v_SBGD = shared.cache.append(self.layer, k_SBGD, v_SBGD)
         context = self.core_attention(q_SBND, k_SBGD, v_SBGD, shared)
         if self.gated:
-            context = (context * torch.sigmoid(gate.reshape(context.shape).float())).to(context.dtype)
+            context = (context * torch.sigmoid(gate[0].reshape(context.shape).float())).to(context.dtype)
         y: Tensor = self.linear_proj(context)
         return y
 

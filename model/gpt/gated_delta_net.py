@@ -60,7 +60,7 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
         y = self.in_proj(x)
-        s, b, first = *y.shape[:2], 0
+        first, (s, b, _) = 0, y.shape
         sizes = self.mixed, self.per_group * self.value, 2 * self.per_group
         mixed_SBGC, gate, rates = y.view(s, b, self.groups, -1).split(sizes, -1)
         if shared.cache is not None:
@@ -68,13 +68,13 @@ class GatedDeltaNet(nn.Module):
             # tokens again. Rows after the new tokens complete a bucket, and no token sees what comes after it.
             first = shared.cache.length
             mixed_SBGC, rates = shared.cache.append(self.layer, mixed_SBGC, rates)
-        q_SBGK, k_SBGK, values = self._convolved(mixed_SBGC).split((self.key, self.key, sizes[1]), -1)
+        q_SBGK, k_SBGK, values = torch.split(self._convolved(mixed_SBGC), [self.key, self.key, sizes[1]], -1)
         step, decay = rates.float().unflatten(-1, (2, self.per_group)).unbind(-2)
         decay = -self._by_group(self.A_log).exp() * _softplus(decay + self._by_group(self.dt_bias))
         out = gated_delta_rule(
             _normalised(q_SBGK).permute(1, 2, 0, 3)[:, :, None],
             _normalised(k_SBGK).permute(1, 2, 0, 3)[:, :, None],
-            values.unflatten(-1, (self.per_group, self.value)).permute(1, 2, 3, 0, 4),
+            values.view(*values.shape[:3], self.per_group, self.value).permute(1, 2, 3, 0, 4),
             decay.permute(1, 2, 3, 0),
             step.sigmoid().permute(1, 2, 3, 0),
         )
@@ -101,7 +101,8 @@ class GatedDeltaNet(nn.Module):
 
 def _uniform(init: Init, name: str, shape: tuple[int, ...]) -> Tensor:
     """The values of a parameter, uniform in (0, 1): the distribution function of a normal draw."""
-    return torch.special.ndtr(init.draw(name, shape, 1.0))
+    drawn: Tensor = torch.special.ndtr(init.draw(name, shape, 1.0))
+    return drawn
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tenso
 def _chunked(x: Tensor) -> Tensor:
     """[b, g, p, s, d] -> [b, g, p, n, l, d], filled up with zeros, which neither decay nor change the state."""
     missing = x.new_zeros(*x.shape[:3], -x.shape[3] % CHUNK, x.shape[-1])
-    return torch.cat((x, missing), 3).unflatten(3, (-1, CHUNK))
+    return torch.cat((x, missing), 3).view(*x.shape[:3], -1, CHUNK, x.shape[-1])
 
 
 def _unit_lower_inverse(below: Tensor) -> Tensor:

@@ -108,8 +108,8 @@ class TransformerLayer(nn.Module):
         self.layer, self.p, self.parallel = layer, config.hidden_dropout, init.parallel
         self.parallel_residual, self.multiplier = config.use_parallel_residual, config.residual_multiplier
         self.input_layernorm = norm("input_layernorm")
-        attention = LatentAttention if config.multi_latent_attention else SelfAttention
-        attention = GatedDeltaNet if config.has_linear_attention(layer) else attention
+        linear = config.has_linear_attention(layer)
+        attention = GatedDeltaNet if linear else LatentAttention if config.multi_latent_attention else SelfAttention
         self.self_attention = attention(config, init, f"{name}.self_attention", layer)
         self.pre_mlp_layernorm = norm("pre_mlp_layernorm")
         experts = config.has_experts(layer)

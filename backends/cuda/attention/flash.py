@@ -58,10 +58,16 @@ def _longest(cu: Tensor, total: int) -> int:
     return longest
 
 
-def _rows(x: Tensor, packed: bool) -> Tensor:
+def rows(x: Tensor, packed: bool) -> Tensor:
     """x [b, heads, length, d] as the kernel takes it: [b, length, heads, d], or [tokens, heads, d] if packed."""
     x = x.transpose(1, 2)
     return readable(x[0] if packed else x)
+
+
+def shown_lse(lse: Tensor) -> Tensor:
+    """The log-sum-exp as HAL defines it. The kernels return +inf for rows without a visible key, which takes three
+    launches to correct, so that it is done where it is seen."""
+    return torch.where(lse == math.inf, -math.inf, lse)
 
 
 def _how(spec: AttentionSpec) -> dict[str, Any]:
@@ -73,7 +79,7 @@ def _how(spec: AttentionSpec) -> dict[str, Any]:
     return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}
 
 
-def _lengths(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]:
+def lengths(spec: AttentionSpec, cu_q: Tensor, cu_k: Tensor) -> tuple[int, int]:
     """The lengths of the longest sequences to pass to the kernel, which accepts upper bounds."""
     longest_q, longest_k = _longest(cu_q, spec.sq), _longest(cu_k, spec.skv)
     if longest_q == 1 and spec.sq != cu_q.numel() - 1:
@@ -91,15 +97,14 @@ def _forward(
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """out [b, n, sq, d], lse [b, n, sq], and what the backward pass needs."""
     kernel = stand_ins.flash_forward if launch.simulated() else torch.ops.aten._flash_attention_forward
-    q, k, v = (_rows(x, spec.packed) for x in (q, k, v))
+    q, k, v = (rows(x, spec.packed) for x in (q, k, v))
     longest, cu_q, cu_k = (spec.sq, spec.skv), given.cu_q, given.cu_k
     if cu_q is not None and cu_k is not None:
-        longest = _lengths(spec, cu_q, cu_k)
+        longest = lengths(spec, cu_q, cu_k)
         cu_q, cu_k = cu_q.contiguous(), cu_k.contiguous()
     out, lse, state, unused, _ = kernel(q, k, v, cu_q, cu_k, *longest, 0.0, spec.causal, False, **_how(spec))
     saved = (q, k, v, out, lse, cu_q, cu_k, *longest, state, unused)
-    # The kernel returns +inf for rows without a visible key. Three launches correct that where it is seen.
-    shown = torch.where(lse == math.inf, -math.inf, lse) if given.lse else lse
+    shown = shown_lse(lse) if given.lse else lse
     out = (out[None] if spec.packed else out).transpose(1, 2)
     return out, shown[None] if spec.packed else shown, saved
 
@@ -109,7 +114,7 @@ def _backward(spec: AttentionSpec, saved: list[Any], dout: Tensor) -> tuple[Tens
     kernel = stand_ins.flash_backward if launch.simulated() else torch.ops.aten._flash_attention_backward
     *inputs, state, unused = saved
     with ordered_sums():
-        grads = kernel(_rows(dout, spec.packed), *inputs, 0.0, spec.causal, state, unused, **_how(spec))
+        grads = kernel(rows(dout, spec.packed), *inputs, 0.0, spec.causal, state, unused, **_how(spec))
     dq, dk, dv = ((g[None] if spec.packed else g).transpose(1, 2) for g in grads)
     return dq, dk, dv
 

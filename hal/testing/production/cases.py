@@ -156,6 +156,10 @@ def _linear(rows: int, inputs: int, outputs: int) -> Sample:
     return Sample((TensorSpec((rows, inputs)), weight, TensorSpec((outputs,))))
 
 
+def _scattered(rows: int, inputs: int, outputs: int) -> Sample:
+    return Sample((TensorSpec((rows, inputs)), TensorSpec((outputs, inputs), scale=inputs**-0.5)))
+
+
 def _wgrad(rows: int, inputs: int, outputs: int) -> Sample:
     dy = TensorSpec((rows, outputs), scale=rows**-0.5)
     main, bias = (TensorSpec(shape, dtype=torch.float32) for shape in ((outputs, inputs), (outputs,)))
@@ -172,11 +176,16 @@ def _last_rows_in_16_bits(arguments: Mapping[str, Any]) -> None:
 
 def _products() -> list[Case]:
     linear = every(along("x"), columns(weight=0, bias=0))
+    unbiased = every(along("x"), columns(weight=0))
     wgrad = in_place("main_grad", "main_bias_grad", by_column=["dy"])
     return [
         Case("linear", "4096 to 11008", _linear(2048, 4096, 11008), _linear(50, 1100, 70), linear),
         Case("linear", "sums of 16384", _linear(300, 16384, 4096), _linear(10, 4096, 40), linear),
         Case("linear", "100,000 rows", _linear(100_003, 128, 96), _linear(1500, 20, 12), linear),
+        Case("all_gather_linear", "4096 to 11008", _linear(2048, 4096, 11008), _linear(50, 1100, 70), linear),
+        Case(
+            "linear_reduce_scatter", "11008 to 4096", _scattered(2048, 11008, 4096), _scattered(50, 1100, 40), unbiased
+        ),
         Case("linear_wgrad", "8192 tokens", _wgrad(8192, 4096, 2048), _wgrad(1100, 70, 40), wgrad),
         Case(
             "linear_wgrad",

@@ -18,7 +18,7 @@ import hal
 from hal import ops
 from hal.backend_tools import AttentionSpec, attention_spec
 from hal.backends.cuda import Cuda, launch
-from hal.backends.cuda.attention import common, cudnn, flash, flex, masks, stand_ins, unfused
+from hal.backends.cuda.attention import common, cudnn, flash, flash_wheels, flex, masks, stand_ins, unfused
 
 IMPLS = {impl.id: impl for impl in Cuda.impls["flash_attention"]}
 CU = torch.tensor([0, 3, 40, 100], dtype=torch.int32)
@@ -81,7 +81,7 @@ def test_layouts_reach_the_kernel_as_views():
     for layout in ("SBND", "BSND", "BNSD", "SBH", "BSH"):
         sizes = {"B": 2, "S": 16, "N": 4, "D": 32, "H": 128}
         x = torch.randn([sizes[c] for c in layout], dtype=torch.float32)
-        rows = flash._rows(common.heads_first(x, layout, 4), False)
+        rows = flash.rows(common.heads_first(x, layout, 4), False)
         assert rows.shape == (2, 16, 4, 32) and rows.data_ptr() == x.data_ptr()
 
 
@@ -115,6 +115,68 @@ def test_the_longest_packed_sequence_is_read_once_per_tensor():
     assert flash._longest(cu, 100) == 7
     cu[2] = 90  # ... until the tensor changes
     assert flash._longest(cu, 100) == 87
+
+
+WHEELS = {"cuda/fa3": flash_wheels.FA3, "cuda/fa4": flash_wheels.FA4}
+
+
+@pytest.mark.parametrize("id", WHEELS)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "pre, following", [(None, 0), (3, 0), (None, 6), (None, 12), (9, None), (2, None), (20, 20), (0, 0)]
+)
+def test_the_wheels_have_hals_windows_with_more_queries_than_keys(simulated, id, packed, pre, following):
+    q, k = torch.randn(14, 4, 16, dtype=torch.float16), torch.randn(9, 2, 16, dtype=torch.float16)
+    window = {"pre_tokens": pre, "next_tokens": following}
+    expected = ops.flash_attention.reference(q[None], k[None], k[None], layout="BSND", **window)[0]
+    cu = [torch.tensor([0, n], dtype=torch.int32) for n in (14, 9)]
+    how = {"layout": "TND", "cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]} if packed else {"layout": "BSND"}
+    call = (q, k, k) if packed else (q[None], k[None], k[None])
+    assert not IMPLS[id].refusals(ops.flash_attention.Call(*call, **how, **window))
+    got = IMPLS[id].call(*call, **how, **window)
+    torch.testing.assert_close(got if packed else got[0], expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("id", WHEELS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_torch_tells_the_wheels_whether_sums_are_ordered(simulated, monkeypatch, id, deterministic):
+    from hal.backends.cuda.attention import stand_in_wheels
+
+    monkeypatch.setattr(launch, "deterministic", deterministic)
+    q, seen = torch.randn(1, 2, 130, 16, dtype=torch.bfloat16, requires_grad=True), []
+    out = IMPLS[id].call(q, q, q, layout="BNSD")
+    if id == "cuda/fa3":
+        front = importlib.import_module("torch.nn.attention._fa3")
+        real = front._FA3_CUDA_BWD
+        monkeypatch.setattr(front, "_FA3_CUDA_BWD", lambda *args: seen.append(args[-2]) or real(*args))
+    else:
+        real = stand_in_wheels._flash_attn_bwd
+        recorded = lambda *args, **how: seen.append(how["deterministic"]) or real(*args, **how)  # noqa: E731
+        monkeypatch.setattr(stand_in_wheels, "_flash_attn_bwd", recorded)
+    torch.autograd.grad(out, q, torch.ones_like(out))
+    assert seen == [deterministic]
+
+
+@pytest.mark.parametrize("id", WHEELS)
+def test_a_process_keeps_its_flash_attention(simulated, id):
+    current = torch.nn.attention.current_flash_attention_impl
+    q = torch.randn(1, 2, 130, 16, dtype=torch.bfloat16)
+    before = current()
+    IMPLS[id].call(q, q, q, layout="BNSD")
+    assert current() == before
+
+
+@pytest.mark.parametrize("id", WHEELS)
+def test_a_wheel_that_cannot_run_says_why(no_engine, monkeypatch, id):
+    wheel, q = WHEELS[id], meta(1, 2, 64, 64)
+    call = ops.flash_attention.Call(q, q, q, layout="BNSD", next_tokens=0)
+    (reason,) = IMPLS[id].refusals(call)
+    assert "ModuleNotFoundError" in reason and f"wheel {wheel.package}" in reason
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(flash_wheels, "_major", lambda index: 8)
+    (reason,) = IMPLS[id].refusals(call)
+    assert reason.startswith("compute capability 8.x") and wheel.name in reason
 
 
 @pytest.mark.parametrize("next_tokens", [0, 6, 9, 12, 13, 40])
@@ -231,7 +293,9 @@ def test_torch_is_asked_for_ordered_sums_around_its_attention_only(simulated, mo
         return
     out = IMPLS[id].call(q, q, q, layout="BNSD")
     torch.autograd.grad(out, q, torch.ones_like(out))
-    assert modes == {"cuda/flex": [], "cuda/fused": [], "cuda/unfused": [False]}.get(id, [True])
+    # The wheels are told by an argument, see test_torch_passes_the_wheels_what_they_take.
+    asked = {"cuda/flex": [], "cuda/fused": [], "cuda/fa3": [], "cuda/fa4": [], "cuda/unfused": [False]}
+    assert modes == asked.get(id, [True])
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -128,7 +128,8 @@ def measured(monkeypatch):
         ("sm_80", "sm_80"),
         ("sm_89", "sm_80"),
         ("sm_90", "sm_90"),
-        ("sm_120", "sm_90"),
+        ("sm_100", "sm_100"),
+        ("sm_120", "sm_100"),
         ("", "sm_80"),
         ("sm_75", "sm_80"),
     ],
@@ -150,7 +151,7 @@ def test_a_communicator_is_on_the_device_of_this_process(monkeypatch, count, lis
         monkeypatch.setenv("HAL_DEVICES", listed)
     places = []
     monkeypatch.setattr(torch.cuda, "set_device", places.append)
-    monkeypatch.setattr(hal, "torch_comm", lambda transport, ranks, *, timeout, device: device)
+    monkeypatch.setattr(hal, "torch_comm", lambda transport, ranks, *, timeout, device, kind: device)
     assert Cuda(simulate=False).comm() == torch.device("cuda", index)
     assert places == [torch.device("cuda", index)]
 

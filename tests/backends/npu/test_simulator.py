@@ -35,7 +35,9 @@ def test_tensors_travel_unchanged(npu: Npu) -> None:
 
 
 @pytest.mark.parametrize("listed, count", [("0,2,5", 3), ("6", 1), ("1,9,2", 1), ("0,1,2,3,4,5,6,7", 8)])
-def test_a_process_has_the_devices_that_are_listed(listed: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_has_the_devices_that_are_listed(
+    npu: Npu, listed: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """CANN ignores the list from the first number on that is no device."""
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", listed)
     result = run("print('devices', torch.npu.device_count())")

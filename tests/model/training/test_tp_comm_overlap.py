@@ -9,7 +9,7 @@ import pytest
 from parallel_runs import COMMON, DROPOUT, GPT2, LATENT_DENSE, LLAMA, RECOMPUTE, SP, TP2, TP4, close, on, steps
 
 from hal import ops
-from hal.model.config.command_line import build
+from hal.model.config.command_line import build, read
 from hal.model.config.schema import ConfigError
 from hal.testing.processes import run_processes
 
@@ -77,3 +77,24 @@ def test_it_is_refused_without_sequence_parallelism_and_with_float8(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match=reason):
         build({**COMMON, **options, "tp_comm_overlap": True})
+
+
+@pytest.mark.parametrize(
+    "option, others, why",
+    [
+        ("--tp-comm-overlap", [], "it overlaps the gathers and reduce-scatters of --sequence-parallel"),
+        ("--use-ascend-mc2", [], "it overlaps the gathers and reduce-scatters of --sequence-parallel"),
+        (
+            "--tp-comm-overlap",
+            ["--sequence-parallel", "--bf16", "--fp8-format", "hybrid"],
+            "no backend has products of",
+        ),
+    ],
+)
+def test_a_command_line_is_told_why_nothing_overlaps(
+    option: str, others: list[str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = "--backend cpu_ref --tensor-model-parallel-size 2 --global-batch-size 4"
+    given = read([*line.split(), option, *others], {})
+    assert "tp_comm_overlap" not in given and any(f"has no effect: {why}" in note for note in given.notes)
