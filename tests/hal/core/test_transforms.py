@@ -35,7 +35,13 @@ NO_VMAP = {
     "grouped_linear_wgrad": "writes to",
     "unscale_and_check": "writes to",
 }
-NO_SEVERAL_RANKS = ("embedding", "cross_entropy", "linear_cross_entropy")
+NO_SEVERAL_RANKS = (
+    "embedding",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "all_gather_linear",
+    "linear_reduce_scatter",
+)
 OPS = list(hal.OPS.values())
 every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
