@@ -9,7 +9,7 @@ import pytest
 PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_commands_of_the_page_work(fresh):
     pytest.importorskip("transformers", reason="needs transformers (extra: transformers)")
     blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -71,7 +71,7 @@ def write(folder: Path, block: Block) -> None:
         path.write_text(block.text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_does_what_it_says(fresh):
     for block in blocks(PAGE.read_text()):
         if block.title:

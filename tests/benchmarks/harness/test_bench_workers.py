@@ -79,7 +79,7 @@ def test_the_environment_is_exactly_what_a_row_names(monkeypatch):
     assert machine.environment("pooled")["PATH"] == machine.environment("default")["PATH"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_candidates_run_in_their_environment_and_refusals_are_reported(planted):
     """The planted candidates refuse to be created except under the allocator of their case."""
     effort = Effort(rounds=3, least=3, seconds=0.01)

@@ -37,7 +37,7 @@ def test_live_bytes_counts_the_results_of_the_backward_pass() -> None:
         assert live.now() == 400, "the gradient stays"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_counted_rows_are_the_same_every_time(capsys, tmp_path) -> None:
     def rows(name: str) -> list[dict]:
         file = tmp_path / name
@@ -53,7 +53,7 @@ def test_counted_rows_are_the_same_every_time(capsys, tmp_path) -> None:
     assert "MiB" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recorded_bubbles_and_every_ranks_state(tmp_path) -> None:
     file = tmp_path / "rows"
     only = ["--only", "bubble PP 2", "optimizer between steps DP 2", "peak of a step PP 2 interleaved"]

@@ -46,7 +46,7 @@ def losses(folder: Path) -> list[list[float]]:
     return list(json.loads((folder / "run.json").read_text())["losses"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_rank_is_started_again_and_the_run_continues_bit_equal(tmp_path: Path) -> None:
     (tmp_path / "kill.py").write_text(KILL_ONCE)
     outputs = []

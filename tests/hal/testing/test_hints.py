@@ -73,7 +73,7 @@ def test_a_known_mistake_is_named(op, changes, text):
     assert f"Hint: the result is that of {text}" in messages or f"; the result is that of {text}" in messages, messages
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_heads_that_are_assigned_modulo_are_named():
     def wrong(**a):
         grouped = a["layout"] == "BNSD" and a["k"].shape[1] not in (1, a["q"].shape[1])

@@ -22,7 +22,7 @@ def test_it_has_one_device():
         Reference().device(1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_references_pass_the_kit_so_the_tolerances_can_be_met():
     report = run(Reference(), examples=0)
     assert report.ok, str(report)

@@ -117,7 +117,9 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 CASES = [
-    pytest.param(model, layout, id=f"{model}-under-{layout}", marks=pytest.mark.slow if LAYOUTS[layout][0] > 1 else ())
+    pytest.param(
+        model, layout, id=f"{model}-under-{layout}", marks=pytest.mark.nightly if LAYOUTS[layout][0] > 1 else ()
+    )
     for model in MODELS
     for layout in LAYOUTS
 ]

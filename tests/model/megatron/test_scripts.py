@@ -147,7 +147,7 @@ def test_a_module_is_a_command_with_its_own_options():
     assert job.environment["HAL_BACKEND"] == "cpu_ref"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_launched_through_a_wrapper_and_with_megatron_core_alone(tree):
     def launch(*command):
         options = ["launch", "--backend", "cpu_ref", "--nproc-per-node", "2", *command]

@@ -191,7 +191,7 @@ def _drawn(name, shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("dispatcher", [pytest.param("allgather", marks=pytest.mark.nightly), "alltoall"])
 def test_two_ranks_train_as_one(dispatcher):
     """With EP2, TP2, and both. Beside tensor parallelism megatron-core requires sequence parallelism, which only HAL's
     layers support without Transformer Engine."""

@@ -130,8 +130,8 @@ def test_a_launched_job_ends_and_names_the_rank_that_stopped_answering(
     assert not subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipient", ["launcher", pytest.param("rank 1", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipient", ["launcher", "rank 1"])
 def test_a_job_that_is_asked_to_stop_saves_and_ends_well(
     text: str, tmp_path: Path, start: Callable[..., Any], recipient: str
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_rank_that_is_not_asked_for_writes_nothing(tiny, cpu_ref, tmp_path):
     assert not (tmp_path / "run" / "profile").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_are_put_on_one_clock(text, tmp_path, cpu_ref, capfd):
     words = (
         f"--backend cpu_ref --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --text-file {text}"

@@ -81,7 +81,7 @@ def test_options_that_are_given_are_kept() -> None:
         assert plan_report.recomputation(o.config) == "all"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_memory_never_takes_a_layout_away() -> None:
     names = [{plan_report.name(o) for o in run_search(32, limit=limit)[1].fits} for limit in (40e9, 80e9, 160e9)]
     assert names[0] < names[1] < names[2]
