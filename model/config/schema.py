@@ -608,6 +608,11 @@ class Config:
     finetune: bool = _opt(False, "load only the weights from --load, and start at iteration 0")
     eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
     eval_iters: int = _opt(10, "batches per evaluation; 0 turns evaluation off", ">= 0")
+    eval_global_batch_size: int = _derived(
+        lambda c: c.global_batch_size or full_batch_size(c),
+        "sequences per batch of an evaluation; default global_batch_size",
+        "in 1..1048576",
+    )
     log_interval: int = _opt(10, "steps between log lines")
     log_format: str = _opt(
         "auto", "log lines: compact on a terminal, Megatron's elsewhere", choices=("auto", "compact", "megatron")

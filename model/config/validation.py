@@ -419,7 +419,7 @@ def idle(c: Config) -> Iterator[str]:
             "--recompute-granularity full and --tensor-model-parallel-size above 1 without --sequence-parallel",
         ),
         *((n, used, needs) for n, used, needs in _tokenizer_rules(c) if n == "vocab_size"),
-        ("eval_iters", c.eval_interval is not None, "--eval-interval"),
+        ("eval_iters eval_global_batch_size", c.eval_interval is not None, "--eval-interval"),
         ("wandb_exp_name", c.wandb_project is not None, "--wandb-project"),
         ("sample_temperature", c.sample_tokens > 0, "--sample-tokens above 0"),
         ("keep_checkpoint_max async_save", c.save is not None, "--save"),

@@ -69,6 +69,7 @@ _NOT_COMPARED = frozenset(
         "skip_bad_batches",
         "eval_interval",
         "eval_iters",
+        "eval_global_batch_size",
         "log_interval",
         "log_format",
         "log_throughput",

@@ -130,6 +130,17 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "computes weight gradients last",
     ),
     "zbv 16-bit zero": (4, {**PP2, "pipeline_schedule": "zbv", "zero_stage": 1, "bf16": True}, "in 16 bits"),
+    "evaluation": (2, {"global_batch_size": 4, "eval_global_batch_size": 3}, "--eval-global-batch-size 3 is not div"),
+    "evaluation in rounds": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "num_layers_per_virtual_pipeline_stage": 1,
+            "global_batch_size": 4,
+            "eval_global_batch_size": 2,
+        },
+        "evaluations have the batch size of training",
+    ),
     "batch": (2, {"global_batch_size": 3}, "--global-batch-size 3 is not divisible by --micro-batch-size 1 x 2 data-p"),
     "batch of a ramp": (
         2,

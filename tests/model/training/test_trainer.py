@@ -536,8 +536,10 @@ def test_either_dropout_is_drawn(tiny, kind):
     assert plain != dropped
 
 
-def test_an_evaluation_is_the_mean_over_the_first_samples_of_its_split(tiny, monkeypatch):
-    trainer, fetched = start(tiny(eval_interval=1, eval_iters=3)), []
+@pytest.mark.parametrize("size", [4, 8])
+def test_an_evaluation_is_the_mean_over_the_first_samples_of_its_split(tiny, monkeypatch, size):
+    own = {} if size == 4 else {"eval_global_batch_size": size}
+    trainer, fetched = start(tiny(eval_interval=1, eval_iters=3, **own)), []
     fetch = trainer.data["valid"].fetch
 
     def recorded(first, count):
@@ -546,7 +548,7 @@ def test_an_evaluation_is_the_mean_over_the_first_samples_of_its_split(tiny, mon
 
     monkeypatch.setattr(trainer.data["valid"], "fetch", recorded)
     assert trainer.evaluate() == pytest.approx(math.log(384), abs=0.1)
-    assert fetched == list(range(12))
+    assert fetched == list(range(3 * size))
 
 
 def test_tokens_that_do_not_count_leave_the_mean_of_the_others(tiny):
