@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import resource
 from collections.abc import Mapping
@@ -111,11 +112,16 @@ def _devices() -> list[str]:
     """The /dev nodes of the NPUs that this process may use."""
     # Sorted by number, because that is the order in which ASCEND_RT_VISIBLE_DEVICES counts them.
     nodes = sorted(glob.glob("/dev/davinci[0-9]*"), key=lambda node: int(node.removeprefix("/dev/davinci")))
+    return [nodes[i] for i in _visible(len(nodes))]
+
+
+def _visible(count: int) -> list[int]:
+    """The devices, of `count`, that this process may use: those listed, up to the first number that is none."""
     chosen = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
     if chosen is None:
-        return nodes
-    visible = {int(part) for part in chosen.split(",") if part.strip().isdigit()}
-    return [node for i, node in enumerate(nodes) if i in visible]
+        return list(range(count))
+    listed = (int(part) if part.strip().isdigit() else count for part in chosen.split(","))
+    return list(itertools.takewhile(lambda i: i < count, listed))
 
 
 def look(simulated_devices: int | None) -> hal.Probe:
@@ -126,7 +132,7 @@ def look(simulated_devices: int | None) -> hal.Probe:
     if problem:
         return hal.Probe(False, 0, problem, facts)
     if simulated_devices is not None:
-        return _look_simulated(simulated_devices, facts)
+        return _look_simulated(len(_visible(simulated_devices)), facts)
     cann, devices, driver = cann_libraries(), _devices(), _driver()
     facts |= {"cann": cann or "not found", "driver": "present" if driver else "not found", "devices": str(len(devices))}
     hint = "; without an NPU, simulate=True (--simulate) runs the same torch_npu over a simulated CANN"

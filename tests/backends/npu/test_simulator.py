@@ -40,8 +40,8 @@ def test_a_process_has_the_devices_that_are_listed(
 ) -> None:
     """CANN ignores the list from the first number on that is no device."""
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", listed)
-    result = run("print('devices', torch.npu.device_count())")
-    assert f"devices {count}\n" in result.stdout, result.stderr
+    result = run("print('devices', torch.npu.device_count(), backend.probe().count)")
+    assert f"devices {count} {count}\n" in result.stdout, result.stderr
 
 
 def test_memory_is_counted_and_limited(npu: Npu, machine: simulator.Simulator) -> None:
