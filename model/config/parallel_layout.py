@@ -342,9 +342,9 @@ def _global_batch(c: Config, layout: Layout) -> Iterator[str]:
             f"{name} {size} is not divisible by --micro-batch-size {c.micro_batch_size} x "
             f"{layout.dp} data-parallel replicas"
         )
-    if c.eval_global_batch_size == c.global_batch_size:
+    if c.eval_batch_size == c.global_batch_size:
         return
-    if c.eval_global_batch_size % (c.micro_batch_size * layout.dp):
+    if c.eval_batch_size % (c.micro_batch_size * layout.dp):
         yield (
             f"--eval-global-batch-size {c.eval_global_batch_size} is not divisible by --micro-batch-size "
             f"{c.micro_batch_size} x {layout.dp} data-parallel replicas"

@@ -608,10 +608,8 @@ class Config:
     finetune: bool = _opt(False, "load only the weights from --load, and start at iteration 0")
     eval_interval: int | None = _opt(None, "steps between evaluations on the validation split")
     eval_iters: int = _opt(10, "batches per evaluation; 0 turns evaluation off", ">= 0")
-    eval_global_batch_size: int = _derived(
-        lambda c: c.global_batch_size or full_batch_size(c),
-        "sequences per batch of an evaluation; default global_batch_size",
-        "in 1..1048576",
+    eval_global_batch_size: int | None = _opt(
+        None, "sequences per batch of an evaluation; default global_batch_size", "in 1..1048576"
     )
     log_interval: int = _opt(10, "steps between log lines")
     log_format: str = _opt(
@@ -763,6 +761,11 @@ class Config:
     def mlp_bias(self) -> bool:
         """Whether both layers of the MLP have biases."""
         return self.add_mlp_bias or not self.disable_bias_linear
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences per batch of an evaluation."""
+        return self.eval_global_batch_size or self.global_batch_size
 
     @property
     def head_sizes(self) -> tuple[int, int]:

@@ -192,7 +192,7 @@ def build(config: Config) -> tuple[Trainer, Tokenizer]:
     config.set_vocabulary(tokenizer.vocab_size)
     samples = {"train": total_samples(config)}
     if evaluates(config):
-        samples["valid"] = config.eval_iters * config.eval_global_batch_size
+        samples["valid"] = config.eval_iters * config.eval_batch_size
     # Data is opened first, because once the world is initialised, megatron-core builds index maps on one rank only.
     data = open_splits(config, tokenizer, samples)
     for name, split in data.items():

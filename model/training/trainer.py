@@ -353,7 +353,7 @@ class Trainer:
     def evaluate(self, split: str = "valid") -> float:
         """Mean loss over eval_iters batches of a split, without dropout."""
         c, total = self.config, torch.zeros((), device=self.device)
-        size = c.eval_global_batch_size
+        size = c.eval_batch_size
         for batch in range(c.eval_iters):
             self._run(self._fetch(split, batch * size, size), size, 1.0, total)
         with hal.device_errors():

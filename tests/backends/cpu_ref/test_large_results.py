@@ -175,6 +175,7 @@ def test_out_of_memory_is_said() -> None:
         memory.empty((1 << 60,), torch.uint8)
 
 
+@pytest.mark.slow
 @unsanitized
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="about glibc's malloc")
 def test_a_loop_uses_the_same_pages_again() -> None:

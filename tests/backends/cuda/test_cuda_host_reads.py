@@ -93,6 +93,7 @@ def test_a_read_is_counted(read: Callable[[torch.Tensor], object]) -> None:
 LLAMA = (*NO_DROPOUT, "--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -102,6 +102,7 @@ def checkout(monkeypatch, tmp_path):
     return tmp_path / "before"
 
 
+@pytest.mark.slow
 def test_every_case_is_compared_and_a_slower_or_refused_one_fails(checkout, capsys):
     assert against.main([str(checkout), "planted"]) == 1
     out, err = capsys.readouterr()
@@ -113,6 +114,7 @@ def test_every_case_is_compared_and_a_slower_or_refused_one_fails(checkout, caps
     assert "4 rows compared" in out and "2 below 0.97 or not run" in out
 
 
+@pytest.mark.slow
 def test_the_exit_code_depends_on_the_selected_rows_and_the_requirement(checkout):
     assert against.main([str(checkout), "planted", "--only", "faster", "slower", "--require", "0.5"]) == 0
     assert against.main([str(checkout), "planted", "--only", "added"]) == 2

@@ -92,6 +92,7 @@ def test_candidates_run_in_their_environment_and_refusals_are_reported(planted):
     assert (absent.peer, absent.reason) == ("refuses", "NotImplementedError: not on this machine")
 
 
+@pytest.mark.slow
 def test_memory_is_what_a_call_adds_at_its_peak(planted):
     results = runner.run(["planted"], "cpu_ref", only=["bytes"])
     assert [r.ratio_median for r in results.rows] == [pytest.approx(2.0, rel=0.1)]
@@ -103,6 +104,7 @@ def test_a_worker_that_dies_is_an_error(planted):
         runner.run(["planted"], "cpu_ref", only=["dies"])
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_call_in_progress_and_keeps_what_was_measured(planted):
     # A job started in the background of a script inherits an ignored SIGINT, and Python then raises nothing.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

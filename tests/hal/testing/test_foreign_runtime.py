@@ -79,6 +79,7 @@ def test_it_implements_the_ops_of_a_dense_gpt_without_a_waiver(backend):
     assert not any(impl.waivers for impls in backend.impls.values() for impl in impls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["philox_uniform", "adamw", "unscale_and_check"])
 def test_the_kit_passes_on_small_ops(backend, name):
     assert failures(backend, name, 1) == []

@@ -63,6 +63,7 @@ def unscaled_embedding_gradient(weight, ids, *, vocab_start=0, comm=None):
     return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "op, function",
     [

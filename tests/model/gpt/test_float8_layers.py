@@ -155,6 +155,7 @@ def test_the_sum_of_each_experts_gradient_is_its_own(cpu_ref):
     torch.testing.assert_close(experts.weight.main_grad - 1.0, expected, rtol=2e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["blockwise", pytest.param("delayed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "layout",

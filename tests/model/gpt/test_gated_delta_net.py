@@ -172,6 +172,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world, options, layout",
     [

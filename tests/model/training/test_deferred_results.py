@@ -66,6 +66,7 @@ def test_results_are_read_once_per_log_interval(tiny: Any, asynchronous: None, m
     assert results[3].seconds == results[4].seconds == results[5].seconds > 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{}, {"bf16": True}, {"num_experts": 4, "disable_bias_linear": True}], ids=["fp32", "bf16", "experts"]
 )

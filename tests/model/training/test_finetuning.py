@@ -40,6 +40,7 @@ def command(folder: Path, *words: object, load: str = "llama", run: str = "run")
     return [loss for _, loss in json.loads((folder / run / "run.json").read_text())["losses"]]
 
 
+@pytest.mark.slow
 def test_a_folder_and_a_file_are_enough(folder: Path, capsys: Any) -> None:
     losses = command(folder, "--eval-interval", 3, "--eval-iters", 1, "--split", "20,4,0", "--sample-tokens", 4)
     said = capsys.readouterr().out
@@ -71,6 +72,7 @@ def epoch(folder: Path, *words: object) -> tuple[float, float | None]:
     return step.loss, step.grad_norm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_packed_examples_train_as_alone(
     family: str, folder: Path, cpu_ref: hal.Backend, monkeypatch: pytest.MonkeyPatch

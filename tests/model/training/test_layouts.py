@@ -277,6 +277,7 @@ def test_norms_of_queries_and_keys_train_as_one_process(name: str) -> None:
     close(on(world, {**base, **layout}, 5), one_process(base, 5), 1e-5, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tp2", *_marked(["cp2-ulysses"], ["cp2-ring", "tp2-sp", "pp2-interleaved", "dp2-zero3"])]
 )
@@ -290,6 +291,7 @@ def test_caps_factors_and_layers_of_two_kinds_train_as_one_process(name: str) ->
 SEPARATED = ("tp2-sp", "pp2", "pp2-interleaved", "dp2-zero3", "cp2-ring", "cp2-ulysses", "tp2-sp-cp2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base, world, layout", _both_shapes(SEPARATED, "cp2-ring"))
 def test_documents_within_a_sequence_are_told_apart_on_every_layout(
     base: dict[str, Any], world: int, layout: dict[str, Any]

@@ -17,6 +17,7 @@ OVERLAP = {**TP2, **SP, "tp_comm_overlap": True}
 NAMES = ("all_gather_linear", "linear_reduce_scatter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "base",
     [

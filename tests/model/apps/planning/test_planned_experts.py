@@ -48,6 +48,7 @@ def test_parameters_to_the_element(options: dict[str, Any]) -> None:
     assert shape.expert_parameters(0) == sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ONE_RANK)
 def test_bytes_on_one_rank(kind: str) -> None:
     # The second microbatch, which has the gradients of the first beside it, holds as much as all that would follow.
