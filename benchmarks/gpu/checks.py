@@ -22,13 +22,10 @@ from hal.testing import replay
 from hal.testing.calls import backward, build, tensors, upstream
 from hal.testing.calls import run as call
 from hal.testing.comparison import equal_bits
+from hal.testing.sharded_processes import OPS as BETWEEN_PROCESSES
 
 DTYPES = (torch.bfloat16, torch.float32)
 MIB = 2**20
-
-
-BETWEEN_PROCESSES = (ops.all_gather_linear, ops.linear_reduce_scatter)
-"""Ops whose implementations, but for the composition, need several processes."""
 
 
 class NotInGraphs(Exception):
@@ -58,7 +55,7 @@ def checks(backend: Any) -> Iterator[Check]:
     """All checks, for `backend`, an active Cuda."""
     for op in hal.OPS.values():
         for impl in backend.implementations(op):
-            if impl.composed or op not in BETWEEN_PROCESSES:
+            if impl.composed or op.name not in BETWEEN_PROCESSES:
                 yield Check(f"graph of {op.name} {impl.id}", "", partial(_graph, backend, op, impl))
     for dtype in DTYPES:
         yield Check(f"flex with a mask, {str(dtype).removeprefix('torch.')}", "", partial(_mask, dtype))

@@ -8,13 +8,12 @@ more queries than keys.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .stand_ins import gradients, sequences, softmax
+from .stand_ins import Window, attend, differentiate
 
 _FWD = """fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new=None, Tensor? v_new=None, Tensor? q_v=None, Tensor? out=None,
 Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? cu_seqlens_k_new=None, Tensor? seqused_q=None,
@@ -33,15 +32,10 @@ bool deterministic, int sm_margin) -> ()"""
 """Likewise, without the results, which torch does not read."""
 
 
-def _window(sq: int, skv: int, causal: bool, left: int | None, right: int | None) -> Tensor:
-    """The window as a bias [sq, skv], aligned at the bottom right corner."""
-    i, j = torch.arange(sq)[:, None] + (skv - sq), torch.arange(skv)
-    hidden = torch.zeros(sq, skv, dtype=torch.bool)
-    if left is not None:
-        hidden |= j < i - left
-    if causal or right is not None:
-        hidden |= j > i + (0 if causal or right is None else right)
-    return torch.zeros(sq, skv).masked_fill(hidden, -math.inf)
+def _window(q: Tensor, k: Tensor, causal: bool, left: int | None, right: int | None) -> Window:
+    """The window of a call, in which a side of None or less than 0 hides nothing."""
+    left, right = (-1 if n is None or n < 0 else n for n in (left, right))
+    return Window(left, 0 if causal else right, q.shape[-3] + k.shape[-3])
 
 
 def _require(q: Tensor, k: Tensor, v: Tensor, widest: int) -> None:
@@ -54,57 +48,11 @@ def _require(q: Tensor, k: Tensor, v: Tensor, widest: int) -> None:
         raise RuntimeError("the heads of k must divide those of q, and the last dimension must be contiguous")
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, scale: float, **window: Any
-) -> tuple[Tensor, Tensor]:
-    """out and lse: q [b, sq, n, d] or packed [tokens, n, d]; lse [b, n, sq] or [n, tokens], -inf without a key."""
-    out = torch.empty_like(q)
-    shape = (q.shape[0], q.shape[2], q.shape[1]) if cu_q is None else (q.shape[1], q.shape[0])
-    lse = torch.empty(shape, dtype=torch.float32)
-    for at_q, at_k in sequences(q, k, cu_q, cu_k):
-        qs, ks, vs = q[at_q].transpose(0, 1), k[at_k].transpose(0, 1), v[at_k].transpose(0, 1)
-        y, part = softmax(qs, ks, vs, _window(qs.shape[1], ks.shape[1], **window), scale)
-        out[at_q] = y.transpose(0, 1).to(q.dtype)
-        if cu_q is None:
-            lse[at_q] = part
-        else:
-            lse[:, at_q] = part
-    return out, lse
-
-
-def _differentiate(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    scale: float,
-    **window: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv; dout has the layout of q, see `_attend`."""
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for at_q, at_k in sequences(q, k, cu_q, cu_k):
-        qs, ks, vs, d = (x.transpose(0, 1) for x in (q[at_q], k[at_k], v[at_k], dout[at_q]))
-        gq, gk, gv = gradients(d, qs, ks, vs, _window(qs.shape[1], ks.shape[1], **window), scale)
-        dq[at_q], dk[at_k], dv[at_k] = gq.transpose(0, 1), gk.transpose(0, 1), gv.transpose(0, 1)
-    return dq, dk, dv
-
-
-def _side(size: int) -> int | None:
-    """A side of FlashAttention-3's window, in which negative numbers are unbounded."""
-    return None if size < 0 else size
-
-
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     given = dict(zip((a.name for a in torch.ops.flash_attn_3.fwd.default._schema.arguments[3:]), more))
     _require(q, k, v, 256)
-    window = {
-        "causal": given["is_causal"],
-        "left": _side(given["window_size_left"]),
-        "right": _side(given["window_size_right"]),
-    }
-    out, lse = _attend(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], given["softmax_scale"], **window)
+    window = _window(q, k, given["is_causal"], given["window_size_left"], given["window_size_right"])
+    out, lse = attend(q, k, v, given["cu_seqlens_q"], given["cu_seqlens_k"], given["softmax_scale"], window)
     return out, lse, q.new_empty(0), q.new_empty(0)
 
 
@@ -130,8 +78,8 @@ def _bwd(
     right: int,
     *_: Any,
 ) -> None:
-    window = {"causal": causal, "left": _side(left), "right": _side(right)}
-    for target, value in zip((dq, dk, dv), _differentiate(dout, q, k, v, cu_q, cu_k, scale, **window)):
+    window = _window(q, k, causal, left, right)
+    for target, value in zip((dq, dk, dv), differentiate(dout, q, k, v, cu_q, cu_k, scale, window)):
         target.copy_(value)
 
 
@@ -150,8 +98,8 @@ def _flash_attn_fwd(
 ) -> tuple[Tensor, Tensor]:
     """FlashAttention-4's; max_seqlen_q, max_seqlen_k, return_lse and the options of paged caches follow."""
     _require(q, k, v, 128)
-    window = {"causal": causal, "left": window_size_left, "right": window_size_right}
-    return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, **window)
+    window = _window(q, k, causal, window_size_left, window_size_right)
+    return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window)
 
 
 def _flash_attn_bwd(
@@ -171,8 +119,8 @@ def _flash_attn_bwd(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """FlashAttention-4's backward pass: dq, dk, dv."""
-    window = {"causal": causal, "left": window_size_left, "right": window_size_right}
-    return _differentiate(dout, q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, **window)
+    window = _window(q, k, causal, window_size_left, window_size_right)
+    return differentiate(dout, q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window)
 
 
 if not hasattr(torch.ops.flash_attn_3, "fwd"):

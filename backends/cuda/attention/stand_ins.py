@@ -7,13 +7,13 @@ kernels themselves. Each has the arguments and results of the torch operator tha
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """out and lse in float32; any leading dimensions, heads are dimension -3; lse of a row without a key is -inf."""
     group = q_NQD.shape[-3] // k_GKD.shape[-3]
     k, v = (x.float().repeat_interleave(group, -3) for x in (k_GKD, v_GKD))
@@ -27,11 +27,11 @@ def softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, sc
     return out, (top + total.log()).squeeze(-1)
 
 
-def gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, ...]:
-    """dq, dk and dv of `softmax`, in the dtypes of q, k and v."""
+def _grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, ...]:
+    """dq, dk and dv of `_softmax`, in the dtypes of q, k and v."""
     with torch.enable_grad():
         leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
-        out, _ = softmax(*leaves, bias, scale)
+        out, _ = _softmax(*leaves, bias, scale)
         grads = torch.autograd.grad(out, leaves, dout.float())
     return tuple(g.to(x.dtype) for g, x in zip(grads, (q, k, v)))
 
@@ -54,7 +54,7 @@ def _window(sq: int, skv: int, left: int, right: int, longest: int) -> Tensor:
     return torch.zeros(sq, skv).masked_fill(hidden, -math.inf)
 
 
-def sequences(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> list[tuple[Any, Any]]:
+def _sequences(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) -> list[tuple[Any, Any]]:
     """For every sequence the index into q and into k: a batch entry, or a slice of packed tokens."""
     if cu_q is None or cu_k is None:
         return [(b, b) for b in range(q.shape[0])]
@@ -62,8 +62,49 @@ def sequences(q: Tensor, k: Tensor, cu_q: Tensor | None, cu_k: Tensor | None) ->
     return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:])]
 
 
-def _right(is_causal: bool, right: int) -> int:
-    return 0 if is_causal else right
+class Window(NamedTuple):
+    """The arguments of `_window`."""
+
+    left: int
+    right: int
+    longest: int
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor | None, cu_k: Tensor | None, scale: float, window: Window
+) -> tuple[Tensor, Tensor]:
+    """out and lse: q [b, sq, n, d] or packed [tokens, n, d]; lse [b, n, sq] or [n, tokens], -inf without a key."""
+    out = torch.empty_like(q)
+    shape = (q.shape[0], q.shape[2], q.shape[1]) if cu_q is None else (q.shape[1], q.shape[0])
+    lse = torch.empty(shape, dtype=torch.float32)
+    for at_q, at_k in _sequences(q, k, cu_q, cu_k):
+        qs, ks, vs = q[at_q].transpose(0, 1), k[at_k].transpose(0, 1), v[at_k].transpose(0, 1)
+        y, part = _softmax(qs, ks, vs, _window(qs.shape[1], ks.shape[1], *window), scale)
+        out[at_q] = y.transpose(0, 1).to(q.dtype)
+        if cu_q is None:
+            lse[at_q] = part
+        else:
+            lse[:, at_q] = part
+    return out, lse
+
+
+def differentiate(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    scale: float,
+    window: Window,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv; dout has the layout of q, see `attend`."""
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for at_q, at_k in _sequences(q, k, cu_q, cu_k):
+        qs, ks, vs, d = (x.transpose(0, 1) for x in (q[at_q], k[at_k], v[at_k], dout[at_q]))
+        gq, gk, gv = _grads(d, qs, ks, vs, _window(qs.shape[1], ks.shape[1], *window), scale)
+        dq[at_q], dk[at_k], dv[at_k] = gq.transpose(0, 1), gk.transpose(0, 1), gv.transpose(0, 1)
+    return dq, dk, dv
 
 
 def flash_forward(
@@ -83,24 +124,14 @@ def flash_forward(
     window_size_right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """torch's _flash_attention_forward: q [b, sq, n, d], k and v [b, skv, g, d]; packed, [tokens, heads, d]."""
-    out, state = torch.empty_like(q), torch.zeros(2, dtype=torch.uint64)
-    heads = q.shape[-2]
-    shape = (q.shape[0], heads, q.shape[1]) if cu_q is None else (heads, q.shape[0])
-    lse = torch.empty(shape, dtype=torch.float32)
     # For one query per sequence, torch moves query heads into the batch. An empty sequence makes that reshape fail.
+    heads = q.shape[-2]
     if cu_q is not None and max_q == 1 and heads > k.shape[1] and max(window_size_left, window_size_right) < 0:
         q.reshape(cu_q.numel() - 1, k.shape[1], heads // k.shape[1], q.shape[-1])
-    for at_q, at_k in sequences(q, k, cu_q, cu_k):
-        qs, ks, vs = q[at_q].transpose(0, 1), k[at_k].transpose(0, 1), v[at_k].transpose(0, 1)
-        bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right), max_k)
-        y, part = softmax(qs, ks, vs, bias, scale)
-        out[at_q] = y.transpose(0, 1).to(q.dtype)
-        # The kernel writes +inf for a row without a visible key.
-        part = torch.where(part == -math.inf, math.inf, part)
-        if cu_q is None:
-            lse[at_q] = part
-        else:
-            lse[:, at_q] = part
+    window = Window(window_size_left, 0 if is_causal else window_size_right, max_k)
+    out, lse = attend(q, k, v, cu_q, cu_k, scale, window)
+    # The kernel writes +inf for a row without a visible key.
+    lse, state = torch.where(lse == -math.inf, math.inf, lse), torch.zeros(2, dtype=torch.uint64)
     return out, lse, state, state[:0], q.new_empty(0)
 
 
@@ -125,13 +156,8 @@ def flash_backward(
     window_size_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """torch's _flash_attention_backward: dq, dk and dv; dout and out have the layout of q, see `flash_forward`."""
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for at_q, at_k in sequences(q, k, cu_q, cu_k):
-        qs, ks, vs, d = (x.transpose(0, 1) for x in (q[at_q], k[at_k], v[at_k], dout[at_q]))
-        bias = _window(qs.shape[1], ks.shape[1], window_size_left, _right(is_causal, window_size_right), max_k)
-        gq, gk, gv = gradients(d, qs, ks, vs, bias, scale)
-        dq[at_q], dk[at_k], dv[at_k] = gq.transpose(0, 1), gk.transpose(0, 1), gv.transpose(0, 1)
-    return dq, dk, dv
+    window = Window(window_size_left, 0 if is_causal else window_size_right, max_k)
+    return differentiate(dout, q, k, v, cu_q, cu_k, scale, window)
 
 
 def _corner(sq: int, skv: int, is_causal: bool) -> Tensor | None:
@@ -154,7 +180,7 @@ def cudnn_forward(
     scale: float,
 ) -> tuple[Any, ...]:
     """torch's cuDNN attention: q [b, n, sq, d], k and v [b, g, skv, d]; out has the layout of q."""
-    out, lse = softmax(q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
+    out, lse = _softmax(q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
     state = torch.zeros((), dtype=torch.int64)
     return (
         torch.empty_like(q).copy_(out),
@@ -200,7 +226,7 @@ def cudnn_backward(
     planned = _planned_strides.setdefault(plan, dout.stride())
     if planned != dout.stride():
         raise RuntimeError(f"cudnn's plan for these shapes reads dout with strides {planned}, it has {dout.stride()}")
-    return gradients(dout, q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
+    return _grads(dout, q, k, v, _corner(q.shape[2], k.shape[2], is_causal), scale)
 
 
 def efficient_forward(
@@ -216,7 +242,7 @@ def efficient_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """torch's memory-efficient attention: q [b, n, sq, d], k and v [b, n, skv, d], attn_bias [b, n, sq, skv]."""
     bias = attn_bias if attn_bias is not None else _corner(q.shape[2], k.shape[2], is_causal)
-    out, lse = softmax(q, k, v, bias, scale)
+    out, lse = _softmax(q, k, v, bias, scale)
     # The kernel pads its statistics to a multiple of 32 queries.
     padded = torch.full((*lse.shape[:-1], -(-lse.shape[-1] // 32) * 32), math.inf)
     padded[..., : lse.shape[-1]] = lse
@@ -242,11 +268,11 @@ def efficient_backward(
 ) -> tuple[Any, ...]:
     """Its backward pass: dq, dk and dv from dout and out [b, n, sq, d]."""
     bias = attn_bias if attn_bias is not None else _corner(q.shape[2], k.shape[2], is_causal)
-    return (*gradients(dout, q, k, v, bias, scale), None)
+    return (*_grads(dout, q, k, v, bias, scale), None)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """out, lse; hidden [b, n, sq, skv] is the block mask as a dense tensor, True = masked out."""
     bias = None if hidden is None else torch.zeros(hidden.shape).masked_fill(hidden, -math.inf)
-    out, lse = softmax(q, k, v, bias, scale)
+    out, lse = _softmax(q, k, v, bias, scale)
     return out.to(q.dtype), lse

@@ -13,8 +13,8 @@ import hal
 from hal import ops
 from hal.backends.npu import Npu, vocab
 from hal.testing import run
+from hal.testing.sharded_processes import OPS as BETWEEN_PROCESSES
 
-PARALLEL = ("all_gather_linear", "linear_reduce_scatter")
 EXPECTED_DECLINES = {
     *(("dropout", "float64", id) for id in ("npu/philox", "npu/torch")),  # Ascend's operators have no float64
     ("grouped_linear_wgrad", "float32", "npu/grouped_matmul_add"),  # the operator multiplies float16 and bfloat16
@@ -22,7 +22,7 @@ EXPECTED_DECLINES = {
     *(("scaled_linear", dtype, "composition") for dtype in ("float32", "float16", "bfloat16")),
     ("scaled_linear", "float32", "hal.lower"),
     # They need several processes: hal parity --collectives (test_mc2.py).
-    *((n, d, "npu/mc2") for n in PARALLEL for d in ("float32", "bfloat16", "float16")),
+    *((n, d, "npu/mc2") for n in BETWEEN_PROCESSES for d in ("float32", "bfloat16", "float16")),
 }
 VENDOR = {
     "flash_attention": "npu/fusion_attention",

@@ -15,6 +15,7 @@ from hal.backends.cuda import Cuda, device, launch
 from hal.bench.gpu import checks as gpu_checks
 from hal.bench.gpu import parts as gpu_parts
 from hal.bench.gpu.rehearsal import Gpu, Rehearsal
+from hal.testing.sharded_processes import OPS as BETWEEN_PROCESSES
 
 
 class Fake(Cuda):
@@ -50,7 +51,7 @@ def test_the_checks_of_a_device_make_valid_calls_of_every_implementation(fake, m
     outcomes = {check.name: gpu_checks.outcome(check.run) for check in checks}
     problems = {name: row["problem"] for name, row in outcomes.items() if row.get("problem")}
     assert list(problems) == ["memory statistics"] and "64 MiB show as [0, 67108864] bytes" in str(problems)
-    fused = [(op, i) for op in gpu_checks.BETWEEN_PROCESSES for i in fake.implementations(op) if not i.composed]
+    fused = [(n, i) for n in BETWEEN_PROCESSES for i in fake.implementations(hal.OPS[n]) if not i.composed]
     assert [i.id for _, i in fused] == ["cuda/symm_mem"] * 2
     assert sum(name.startswith("graph of") for name in outcomes) == sum(
         len(fake.implementations(op)) for op in hal.OPS.values()
