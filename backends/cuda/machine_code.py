@@ -27,8 +27,8 @@ _NO_SCOREBOARD = 7
 
 @dataclass(frozen=True)
 class Loop:
-    """An innermost loop. loads: 16-byte loads from global memory; in_flight: the most of them that are issued before
-    the result of one is waited for; small_loads: loads of fewer bytes."""
+    """A loop that loads from global memory and contains no other such loop. loads: loads of 16 bytes; in_flight: the
+    most of them that are issued before the result of one is waited for; small_loads: loads of fewer bytes."""
 
     instructions: int
     loads: int
@@ -79,6 +79,11 @@ STREAMING = (
     Streaming("adamw<bf16, bf16>", 224, (7,)),
     Streaming("sum_squares<bf16>", 16, (1,)),
     Streaming("unscale<bf16>", 32, (1,)),
+    Streaming("norm_fwd_held<bf16, bf16, true>", 32, (3,)),
+    Streaming("norm_fwd_held<bf16, bf16, false>", 32, (2,)),
+    Streaming("norm_bwd_held<bf16, bf16, true, 2>", 48, (2,)),
+    Streaming("norm_bwd_held<bf16, bf16, false, 2>", 48, (2,)),
+    Streaming("norm_bwd_held<bf16, bf16, true, 4>", 48, (2,)),
     Streaming("norm_fwd<bf16, bf16, true>", 32, (1, 3)),
     Streaming("norm_fwd<bf16, bf16, false>", 32, (1, 2)),
     Streaming("norm_bwd<bf16, bf16, true>", 48, (3, 3)),
@@ -115,8 +120,9 @@ def cost(streaming: Streaming, cubin: bytes, name: str, architecture: str) -> Co
 
     Raises HalError if the code does not have a loop for each pass.
     """
-    # The loops over single elements and over masked scores have small loads, and remainders have fewer loads.
-    main = [loop for loop in loops(cubin, name, architecture) if not loop.small_loads]
+    # The loops over single elements and over masked scores have at least as many small loads (a loop over rows has few,
+    # of statistics), and remainders have fewer loads.
+    main = [loop for loop in loops(cubin, name, architecture) if loop.small_loads < loop.loads]
     main = sorted(main, key=lambda loop: -loop.loads)[: len(streaming.loads)]
     if len(main) < len(streaming.loads):
         raise hal.HalError(f"{streaming.kernel} for {architecture} has {len(main)} loops of vectors")
@@ -127,7 +133,8 @@ def cost(streaming: Streaming, cubin: bytes, name: str, architecture: str) -> Co
 
 
 def loops(cubin: bytes, kernel: str, architecture: str) -> list[Loop]:
-    """The innermost loops of a kernel (its name in the cubin) that load 16 bytes at a time, in the order of the code.
+    """The loops of a kernel (its name in the cubin) that load 16 bytes at a time and contain no other loop with loads,
+    in the order of the code.
 
     Raises HalError if the cubin has no such kernel.
     """
@@ -139,7 +146,8 @@ def loops(cubin: bytes, kernel: str, architecture: str) -> list[Loop]:
             target = i + 1 + _distance(word, architecture)
             if target <= i:
                 ends[target] = i
-    innermost = [(a, b) for a, b in sorted(ends.items()) if not any(a < other <= b for other in ends)]
+    loading = {a: b for a, b in sorted(ends.items()) if any(word & 0xFFF == _LOAD for word in code[a : b + 1])}
+    innermost = [(a, b) for a, b in loading.items() if not any(a < other <= b for other in loading)]
     found = [_loop(code[a : b + 1]) for a, b in innermost]
     return [loop for loop in found if loop.loads]
 

@@ -213,6 +213,16 @@ template <int V, int U, class Fetch, class Use> INLINE void walk(int head, int n
     for (int j = head + vectors * V + (int)threadIdx.x; j < n; j += step) one(j);
 }
 
+// A thread's vectors of a row of `vectors` of them, at most U: f(u, j) for the u-th, which begins at element j. Unrolled,
+// so that f may keep them in an array of registers.
+template <int V, int U, class F> INLINE void own(int vectors, F f) {
+#pragma unroll
+    for (int u = 0; u < U; u++) {
+        const int k = (int)threadIdx.x + u * (int)blockDim.x;
+        if (k < vectors) f(u, k * V);
+    }
+}
+
 // Divides the columns [0, n) among the threads of a grid (its x dimension): vectors first if `vec`, then single
 // columns.
 template <int V, class F> INLINE void columns(i64 vec, i64 n, F f) {

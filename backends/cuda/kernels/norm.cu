@@ -1,11 +1,16 @@
 // Layer norm and RMS norm (layer norm without mean and bias) over rows, forward and backward.
 //
-// Forward, one block per row: one pass computes count, mean and sum of squared differences (Welford, merged by Chan's
-// rule, without cancellation), and a second pass over the row, which is still in L1, writes y = (x - mean) rstd w + b.
+// Forward, one block per row. A row of at most four vectors per thread stays in registers (norm_fwd_held): its mean, then
+// its squared differences from it, then y = (x - mean) rstd w + b, with w and b fetched before the first reduction. A
+// longer row, or one that is not on a 16-byte boundary, is read twice, the second time from L1: a pass for count, mean and
+// sum of squared differences (Welford, merged by Chan's rule, without cancellation), and a pass that writes y.
+//
 // Backward, with n = (x - mean) rstd and g = dy w: dx = rstd (g - mean(g) - n mean(g n)), dw = sum over rows of dy n,
-// db = sum over rows of dy. A block takes every gridDim-th row. Its column sums of dw and db are kept in shared memory
-// (or in `partial` if they do not fit, which then costs more traffic than the rows). A thread handles the same columns in every row and is the only one to access
-// their sums, so neither barriers nor atomics are needed. column_sum (reduce.cu) adds the sums of the blocks in order.
+// db = sum over rows of dy. A block takes every gridDim-th row. A thread handles the same columns in every row and is the
+// only one to access their sums of dw and db, so neither barriers nor atomics are needed. column_sum (reduce.cu) adds the
+// sums of the blocks in order. Rows that fit stay in registers, as do the sums (norm_bwd_held), and the next row is
+// fetched while one is processed, so that few blocks suffice and few sums are written. Otherwise the sums are kept in
+// shared memory, or in `partial` if they do not fit, which then costs more traffic than the rows.
 //
 // Memory traffic: forward reads x, writes y; backward reads x and dy, writes dx; the second passes come from L1 or L2.
 #include "common.h"
@@ -87,6 +92,61 @@ __global__ void __launch_bounds__(256, sizeof(P) > sizeof(T) ? 3 : 4)
     }
 }
 
+// For rows of at most HELD vectors per thread, with vectors throughout.
+template <class T, class P, bool CENTERED>
+__global__ void __launch_bounds__(256, 3)
+    norm_fwd_held(const T *x, const P *weight, const P *bias, T *y, float *means, float *rstds, double eps, i64 rows,
+                  i64 width_) {
+    constexpr int V = Lanes<T>::count, HELD = 4;
+    constexpr bool AHEAD = sizeof(P) == sizeof(T);  // wider parameters would take too many registers
+    const int width = (int)width_, vectors = width / V;
+    Raw<P, V> weights[HELD];
+    [[maybe_unused]] Raw<P, V> biases[HELD];
+    const auto parameters = [&](int u, int j) {
+        weights[u] = fetch<V>(weight + j);
+        if constexpr (CENTERED) biases[u] = fetch<V>(bias + j);
+    };
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        Raw<T, V> held[HELD];
+        own<V, HELD>(vectors, [&](int u, int j) { held[u] = fetch<V>(x + row * width + j); });
+        if constexpr (AHEAD) own<V, HELD>(vectors, parameters);
+        float mean = 0.0f;
+        if constexpr (CENTERED) {
+            Floats<1> sum = {};
+            own<V, HELD>(vectors, [&](int u, int) {
+                float v[V];
+                floats(held[u], v);
+#pragma unroll
+                for (int i = 0; i < V; i++) sum.v[0] += v[i];
+            });
+            mean = block_reduce(sum, Add<1>()).v[0] / (float)width;
+        }
+        Floats<1> square = {};
+        own<V, HELD>(vectors, [&](int u, int) {
+            float v[V];
+            floats(held[u], v);
+#pragma unroll
+            for (int i = 0; i < V; i++) square.v[0] += (v[i] - mean) * (v[i] - mean);
+        });
+        const float variance = block_reduce(square, Add<1>()).v[0] / (float)width;
+        const float rstd = 1.0f / sqrtf(variance + (float)eps);
+        if (threadIdx.x == 0) {
+            if (CENTERED) means[row] = mean;
+            rstds[row] = rstd;
+        }
+        own<V, HELD>(vectors, [&](int u, int j) {
+            if constexpr (!AHEAD) parameters(u, j);
+            float v[V], w[V], b[V] = {};
+            floats(held[u], v);
+            floats(weights[u], w);
+            if constexpr (CENTERED) floats(biases[u], b);
+#pragma unroll
+            for (int i = 0; i < V; i++) v[i] = (v[i] - mean) * rstd * w[i] + b[i];
+            store(y + row * width + j, v);
+        });
+    }
+}
+
 // partial: [gridDim.x][1 or 2][width]. in_shared: whether the block's sums fit into its dynamic shared memory. norm.py
 // launches four blocks per multiprocessor; with the registers of four at once, NVRTC spills.
 template <class T, class P, bool CENTERED>
@@ -162,6 +222,68 @@ __global__ void __launch_bounds__(256, 3)
         });
 }
 
+// For rows of at most HELD vectors per thread, with vectors throughout. partial: as above.
+template <class T, class P, bool CENTERED, int HELD>
+__global__ void __launch_bounds__(256, HELD == 2 ? 2 : 1)
+    norm_bwd_held(const T *x, const P *weight, const float *means, const float *rstds, const T *dy, T *dx, float *partial,
+                  i64 rows, i64 width_) {
+    constexpr int V = Lanes<T>::count;
+    const int width = (int)width_, vectors = width / V;
+    Raw<P, V> weights[HELD];
+    own<V, HELD>(vectors, [&](int u, int j) { weights[u] = fetch<V>(weight + j); });
+    float dw[HELD][V] = {};
+    [[maybe_unused]] float db[HELD][V] = {};
+    Raw<T, V> next_x[HELD], next_dy[HELD];
+    float next_mean = 0.0f, next_rstd = 0.0f;
+    const auto fetch_row = [&](i64 row) {
+        own<V, HELD>(vectors, [&](int u, int j) {
+            next_x[u] = fetch<V>(x + row * width + j);
+            next_dy[u] = fetch<V>(dy + row * width + j);
+        });
+        if constexpr (CENTERED) next_mean = means[row];
+        next_rstd = rstds[row];
+    };
+    if (blockIdx.x < rows) fetch_row(blockIdx.x);
+    for (i64 row = blockIdx.x; row < rows; row += gridDim.x) {
+        Raw<T, V> held_x[HELD], held_dy[HELD];
+#pragma unroll
+        for (int u = 0; u < HELD; u++) held_x[u] = next_x[u], held_dy[u] = next_dy[u];
+        const float mean = next_mean, rstd = next_rstd;
+        if (row + gridDim.x < rows) fetch_row(row + gridDim.x);
+        Floats<2> sums = {};  // of g, and of g n
+        own<V, HELD>(vectors, [&](int u, int) {
+            float v[V], d[V], w[V];
+            floats(held_x[u], v);
+            floats(held_dy[u], d);
+            floats(weights[u], w);
+#pragma unroll
+            for (int i = 0; i < V; i++) {
+                const float n = (v[i] - mean) * rstd, g = d[i] * w[i];
+                if (CENTERED) sums.v[0] += g;
+                sums.v[1] += g * n;
+                dw[u][i] += d[i] * n;
+                if constexpr (CENTERED) db[u][i] += d[i];
+            }
+        });
+        sums = block_reduce(sums, Add<2>());
+        const float g_mean = sums.v[0] / (float)width, gn_mean = sums.v[1] / (float)width;
+        own<V, HELD>(vectors, [&](int u, int j) {
+            float v[V], d[V], w[V];
+            floats(held_x[u], v);
+            floats(held_dy[u], d);
+            floats(weights[u], w);
+#pragma unroll
+            for (int i = 0; i < V; i++) v[i] = rstd * (d[i] * w[i] - g_mean - (v[i] - mean) * rstd * gn_mean);
+            store(dx + row * width + j, v);
+        });
+    }
+    float *mine = partial + (i64)blockIdx.x * (CENTERED ? 2 : 1) * width;
+    own<V, HELD>(vectors, [&](int u, int j) {
+        store(mine + j, dw[u]);
+        if constexpr (CENTERED) store(mine + width + j, db[u]);
+    });
+}
+
 EXPORT(norm_fwd<f32, f32, true>)
 EXPORT(norm_fwd<bf16, bf16, true>)
 EXPORT(norm_fwd<bf16, f32, true>)
@@ -182,3 +304,33 @@ EXPORT(norm_bwd<bf16, bf16, false>)
 EXPORT(norm_bwd<bf16, f32, false>)
 EXPORT(norm_bwd<f16, f16, false>)
 EXPORT(norm_bwd<f16, f32, false>)
+EXPORT(norm_fwd_held<f32, f32, true>)
+EXPORT(norm_fwd_held<bf16, bf16, true>)
+EXPORT(norm_fwd_held<bf16, f32, true>)
+EXPORT(norm_fwd_held<f16, f16, true>)
+EXPORT(norm_fwd_held<f16, f32, true>)
+EXPORT(norm_fwd_held<f32, f32, false>)
+EXPORT(norm_fwd_held<bf16, bf16, false>)
+EXPORT(norm_fwd_held<bf16, f32, false>)
+EXPORT(norm_fwd_held<f16, f16, false>)
+EXPORT(norm_fwd_held<f16, f32, false>)
+EXPORT(norm_bwd_held<f32, f32, true, 2>)
+EXPORT(norm_bwd_held<bf16, bf16, true, 2>)
+EXPORT(norm_bwd_held<bf16, f32, true, 2>)
+EXPORT(norm_bwd_held<f16, f16, true, 2>)
+EXPORT(norm_bwd_held<f16, f32, true, 2>)
+EXPORT(norm_bwd_held<f32, f32, false, 2>)
+EXPORT(norm_bwd_held<bf16, bf16, false, 2>)
+EXPORT(norm_bwd_held<bf16, f32, false, 2>)
+EXPORT(norm_bwd_held<f16, f16, false, 2>)
+EXPORT(norm_bwd_held<f16, f32, false, 2>)
+EXPORT(norm_bwd_held<f32, f32, true, 4>)
+EXPORT(norm_bwd_held<bf16, bf16, true, 4>)
+EXPORT(norm_bwd_held<bf16, f32, true, 4>)
+EXPORT(norm_bwd_held<f16, f16, true, 4>)
+EXPORT(norm_bwd_held<f16, f32, true, 4>)
+EXPORT(norm_bwd_held<f32, f32, false, 4>)
+EXPORT(norm_bwd_held<bf16, bf16, false, 4>)
+EXPORT(norm_bwd_held<bf16, f32, false, 4>)
+EXPORT(norm_bwd_held<f16, f16, false, 4>)
+EXPORT(norm_bwd_held<f16, f32, false, 4>)

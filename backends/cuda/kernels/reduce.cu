@@ -1,7 +1,8 @@
 // column_sum: out[column] = sum over pieces of partial[piece][column], in a fixed order.
 //
 // A block takes 32 adjacent columns; warp w adds every 8th piece (coalesced 128-byte rows), then the first warp adds
-// the eight sums in order. partial was written by the previous kernel on the same stream, so most reads hit L2.
+// the eight sums in order. partial was written by the previous kernel on the same stream, so most reads hit L2. Sixteen of
+// a thread's loads are in flight, because there are too few threads to hide the latency of a few.
 #include "common.h"
 
 template <class T> __global__ void __launch_bounds__(256) column_sum(const float *partial, T *out, i64 pieces, i64 width) {
@@ -11,7 +12,8 @@ template <class T> __global__ void __launch_bounds__(256) column_sum(const float
         const i64 column = base + lane;
         float sum = 0.0f;
         if (column < width)
-            for (i64 piece = warp; piece < pieces; piece += 8) sum += partial[piece * width + column];
+            staged<16>((i64)warp, pieces, (i64)8, [&](i64 piece) { return partial[piece * width + column]; },
+                       [&](i64, float x) { sum += x; });
         sums[warp][lane] = sum;
         __syncthreads();
         if (warp == 0 && column < width) {
