@@ -28,10 +28,13 @@ GpuRow = dict[str, Any]
 
 
 class UnitRecord(TypedDict):
-    """done: whether the unit has finished, possibly with an exception."""
+    """done: whether the unit has finished, possibly with an exception. sources, commit, date: of the run that did."""
 
     done: bool
     rows: list[GpuRow]
+    sources: str
+    commit: str
+    date: str
 
 
 class PartRecord(TypedDict):
@@ -54,6 +57,20 @@ def rows(report: Report, part: str) -> list[GpuRow]:
     if part not in report["parts"]:
         return []
     return [row for unit in report["parts"][part]["units"].values() for row in unit["rows"]]
+
+
+def other_commits(report: Report) -> list[str]:
+    """By part and commit, how many of its units ran with other sources than those of the last run."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for part, record in report["parts"].items():
+        for unit in record["units"].values():
+            if unit["sources"] != report["machine"]["sources"]:
+                key = part, unit["commit"], unit["date"]
+                counts[key] = counts.get(key, 0) + 1
+    return [
+        f"{part}: {count} of {len(report['parts'][part]['units'])} units with the sources of {commit} ({date})"
+        for (part, commit, date), count in counts.items()
+    ]
 
 
 def missed(row: GpuRow) -> str:
@@ -165,6 +182,7 @@ def markdown(report: Report) -> str:
         about.append("- **a rehearsal on the simulator, at reduced sizes: the times say nothing**")
     seconds = {part: record["seconds"] for part, record in report["parts"].items() if record.get("seconds")}
     about += [f"- seconds taken: {', '.join(f'{part} {s:.0f}' for part, s in seconds.items()) or 'none yet'}"]
+    about += [f"- {text}" for text in other_commits(report)]
     lines = [f"# cuda on {report['machine']['device']}", "", *about, ""]
     lines += [f"**{failure}**\n" for failure in failures(report)]
     lines += [*_parity(report), *_checks(report), *_ratios(report), *_training(report), *_multi(report)]

@@ -5,8 +5,10 @@ comparisons of time, each of which first checks its values. training: a run whos
 collectives, layouts and overlap on two GPUs. By default all parts run for which the machine has GPUs.
 
 Each part runs in a separate process, and in a new one after each unit that ends its process, for at most --limit
-seconds. Rows are written as soon as they are available. An existing report of this device and these sources is
-extended: an interrupted part continues, and a complete part runs again. The exit code is 0 if all requested parts ran
+seconds. Rows are written as soon as they are available. An existing report of this device is extended: units that ran
+with the present sources are kept, so that an interrupted part continues, and replace those of other sources one by one;
+a part all of whose units are of the present sources runs again. --missing keeps units of any sources; the report names
+the commit of every kept one. The exit code is 0 if all requested parts ran
 without a failure, 1 if not, and 2 without a GPU. Ratios do not affect it; the report only marks those that miss a goal:
 85 % of the measured copy bandwidth, and no kernel of torch being faster. The page -verdict.md says which claims of the
 docs hold.
@@ -66,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="the report's folder: docs/verified (build/gpu)")
     parser.add_argument("--simulate", action="store_true", help="rehearse on the CUDA simulator, at small sizes")
     parser.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS", help="of a part; default %(default)g")
+    parser.add_argument("--missing", action="store_true", help="run only the units that the report has of no sources")
     # For this program's own child processes.
     parser.add_argument("--child-of", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--about", action="store_true", help=argparse.SUPPRESS)
@@ -82,13 +85,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         return 0
     if args.child_of:
-        return run_units(args.child_of, args.parts[0], gpu)
+        return run_units(args.child_of, args.parts[0], gpu, args.missing)
     device = machine(gpu)
     if isinstance(device, str):
         print(f"make gpu: {device}", file=sys.stderr)
         return 2
     out = args.out or (REHEARSED if args.simulate else VERIFIED)
-    return run_parts(device, args.parts or parts_for(device), out.resolve(), args.limit)
+    return run_parts(device, args.parts or parts_for(device), out.resolve(), args.limit, args.missing)
 
 
 def parts_for(device: dict[str, Any]) -> list[str]:
@@ -153,13 +156,13 @@ def ended(code: int) -> str:
     return f"exit code {code}"
 
 
-def run_parts(device: dict[str, Any], names: Sequence[str], out: Path, limit: float) -> int:
-    """Runs the parts, prints the failures, and returns the exit code."""
+def run_parts(device: dict[str, Any], names: Sequence[str], out: Path, limit: float, missing: bool) -> int:
+    """Runs the parts (missing: their units without a record), prints the failures, and returns the exit code."""
     path = store.path_of(out, device["device"])
     print(store.begin(path, device), flush=True)
     for part in (part for part in PARTS if part in names):
         print(f"== {part}", flush=True)
-        run_part(path, part, device, limit)
+        run_part(path, part, device, limit, missing)
     report = store.load(path)
     failures = gpu_report.failures(report, names)
     left = [part for part in PARTS if part not in report["parts"]]
@@ -170,7 +173,7 @@ def run_parts(device: dict[str, Any], names: Sequence[str], out: Path, limit: fl
     return 1 if failures else 0
 
 
-def run_part(path: Path, part: str, device: dict[str, Any], limit: float) -> None:
+def run_part(path: Path, part: str, device: dict[str, Any], limit: float, missing: bool) -> None:
     """Runs a part, in one or more processes, to its end or for `limit` seconds."""
     why = preflight.lacking(part)
     if part == "multi" and device["devices"] < parts.RANKS:
@@ -178,13 +181,14 @@ def run_part(path: Path, part: str, device: dict[str, Any], limit: float) -> Non
     if why:
         _update(path, part, {"units": {}, "seconds": 0.0, "state": NOT_RUN, "why": why, "current": ""})
         return
-    begin_part(path, part)
+    begin_part(path, part, missing)
     begin, at_first = time.monotonic(), _units_done(path, part)
     more, before = True, -1
+    child = command(device.get("simulated", False), part, *(["--missing"] if missing else []), "--child-of", str(path))
     # Stop when a process finishes no unit; otherwise a part whose process cannot start would be restarted forever.
     while more and (done := _units_done(path, part)) > before:
         before, start = done, time.monotonic()
-        code = _run_child(command(device.get("simulated", False), part, "--child-of", str(path)), begin + limit - start)
+        code = _run_child(child, begin + limit - start)
         if code is None:
             end_at_limit(path, part, time.monotonic() - start, limit, _units_done(path, part) > at_first)
             return
@@ -210,11 +214,16 @@ def _run_child(arguments: Sequence[str], seconds: float) -> int | None:
         child.wait()
 
 
-def begin_part(path: Path, part: str) -> None:
-    """Adds a new record, or continues that of a run that did not finish."""
-    record = store.load(path)["parts"].get(part)
-    if record is None or record["state"] in (COMPLETE, NOT_RUN):
+def begin_part(path: Path, part: str, missing: bool) -> None:
+    """Adds a new record, or continues one that has units of other sources or of a run that did not finish."""
+    report = store.load(path)
+    record, sources = report["parts"].get(part), report["machine"]["sources"]
+    if record is None or record["state"] == NOT_RUN:
         record = {"units": {}, "seconds": 0.0, "state": RUNNING, "why": "", "current": ""}
+    elif not missing and record["state"] == COMPLETE:
+        if all(unit["sources"] == sources for unit in record["units"].values()):
+            record["units"] = {}
+        record["seconds"] = 0.0
     _update(path, part, {**record, "state": RUNNING, "why": "", "current": ""})
 
 
@@ -258,23 +267,30 @@ def _update(path: Path, part: str, record: PartRecord) -> None:
 
 
 def _units_done(path: Path, part: str) -> int:
-    return sum(unit["done"] for unit in store.load(path)["parts"][part]["units"].values())
+    """The finished units of the present sources."""
+    report = store.load(path)
+    units, sources = report["parts"][part]["units"].values(), report["machine"]["sources"]
+    return sum(unit["done"] and unit["sources"] == sources for unit in units)
 
 
 # The child runs the remaining units of one part.
 
 
-def run_units(path: Path, part: str, gpu: Gpu) -> int:
-    """Runs the units of a part that have not finished yet; returns the process's exit code."""
+def run_units(path: Path, part: str, gpu: Gpu, missing: bool) -> int:
+    """Runs the units of a part that have not finished yet (missing: with any sources); returns its exit code."""
     report = store.load(path)
-    record = report["parts"][part]
+    record, sources, names = report["parts"][part], report["machine"]["sources"], set()
     try:
         for name, make in parts.UNITS[part](gpu):
-            if name in record["units"] and record["units"][name]["done"]:
+            names.add(name)
+            unit = record["units"].get(name)
+            if unit is not None and unit["done"] and (missing or unit["sources"] == sources):
                 continue
             _run_unit(path, report, record, name, make)
             if not gpu.alive():
                 return BROKEN
+        record["units"] = {name: unit for name, unit in record["units"].items() if name in names}
+        store.save(path, report)
     except Exception as error:  # between units, e.g. while a case is created
         traceback.print_exc()
         record["why"] = parts.first_line(error)
@@ -285,7 +301,8 @@ def run_units(path: Path, part: str, gpu: Gpu) -> int:
 
 def _run_unit(path: Path, report: Report, record: PartRecord, name: str, make: Callable[[], Iterable[GpuRow]]) -> None:
     print(f"-- {name}", flush=True)
-    unit: UnitRecord = {"done": False, "rows": []}
+    of_run = {key: report["machine"][key] for key in ("sources", "commit", "date")}
+    unit: UnitRecord = {"done": False, "rows": [], **of_run}  # type: ignore[typeddict-item]
     record["current"], record["units"][name] = name, unit
     store.save(path, report)
     try:

@@ -15,8 +15,8 @@ from typing import Any, cast
 from .gpu_report import PartRecord, Report, markdown
 from .verdict import page
 
-SAME = ("device", "sources", "torch", "CUDA")
-"""What a report must have in common with a run to be extended by it."""
+SAME = ("device", "torch", "CUDA")
+"""What a report must have in common with a run to be extended by it. Its units name their sources."""
 
 
 def path_of(folder: Path, device: str) -> Path:
@@ -35,7 +35,7 @@ def load(path: Path) -> Report:
 
 
 def begin(path: Path, machine: dict[str, Any]) -> str:
-    """Creates the report, or keeps an existing one of the same device and sources; returns a message about this."""
+    """Creates the report, or keeps an existing one of the same device and torch; returns a message about this."""
     kept: dict[str, PartRecord] = {}
     message = f"a new report, {path}"
     if path.exists():
@@ -44,7 +44,7 @@ def begin(path: Path, machine: dict[str, Any]) -> str:
             if all(existing["machine"].get(k) == machine[k] for k in SAME):
                 kept, message = existing["parts"], f"{path} is extended"
             else:
-                message += " (it replaces one of other sources, or of another torch)"
+                message += " (it replaces one of another torch)"
         except (ValueError, KeyError, TypeError, AttributeError):
             message += " (it replaces a file that was not a report)"
     save(path, {"machine": machine, "parts": kept})

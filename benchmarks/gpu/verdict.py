@@ -24,6 +24,7 @@ from .gpu_report import (
     error_of,
     layouts,
     losses,
+    other_commits,
     rows,
 )
 from .kernel_cases import BEYOND
@@ -242,6 +243,8 @@ def page(report: Report) -> str:
     machine = report["machine"]
     lines = [f"# Claims about cuda on {machine['device']}", ""]
     lines += [f"Of {len(judged)} claims of the docs: {', '.join(counts)}. ({machine.get('date', '')})", ""]
+    if others := other_commits(report):
+        lines += [f"Some rows are of other sources than {machine['commit']}. " + "; ".join(others) + ".", ""]
     if machine.get("simulated"):
         lines += ["A rehearsal on the simulator: nothing here is about a GPU.", ""]
     lines += ["| claim | page | verdict | evidence |", "|---|---|---|---|"]

@@ -51,14 +51,17 @@ def test_the_order_of_attention_is_read_from_the_rows():
     assert gpu_report.attention_order([row()]) == {}
 
 
+RUN = {"sources": "s", "commit": "c", "date": "d"}
+
+
 def complete(*rows):
     """The record of a part with one unit, "u"."""
-    units = {"u": {"done": True, "rows": list(rows)}}
+    units = {"u": {"done": True, "rows": list(rows), **RUN}}
     return {"state": "complete", "why": "", "current": "", "seconds": 3.0, "units": units}
 
 
 def report_of(**parts):
-    return {"machine": {"device": "NVIDIA Test"}, "parts": parts}
+    return {"machine": {"device": "NVIDIA Test", **RUN}, "parts": parts}
 
 
 def losses(cuda, cpu_ref):
@@ -361,3 +364,11 @@ def test_every_call_that_is_measured_is_valid_and_its_values_are_right(simulated
             case.calls["eager"]()
         bound = case.bytes or case.flops or part == "train_step"
         assert bound, case
+
+
+def test_units_of_other_sources_are_counted_by_commit():
+    report = report_of(checks=complete({"name": "a", "problem": ""}))
+    assert gpu_report.other_commits(report) == []
+    report["machine"]["sources"] = "later"
+    assert gpu_report.other_commits(report) == ["checks: 1 of 1 units with the sources of c (d)"]
+    assert "- checks: 1 of 1 units with the sources of c (d)" in gpu_report.markdown(report)

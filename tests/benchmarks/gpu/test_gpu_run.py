@@ -81,7 +81,24 @@ def test_parts_run_by_name_extend_the_report(parts, capsys):
     assert (code, ran) == (0, ["kernels a", "kernels b", "training a", "training b"])
     assert list(report["parts"]) == ["checks", "kernels", "training"] and report["machine"]["date"] == "later"
     assert parts("checks")[1] == ["checks a", "checks b"]  # a complete part runs again when it is named
-    assert list(parts("checks", changed={"sources": "other"})[2]["parts"]) == ["checks"]
+
+
+@pytest.mark.slow
+def test_units_of_other_sources_are_replaced_one_by_one_or_kept(parts):
+    units = [("a", ""), ("b", "between")]
+    parts("checks", "kernels")
+    code, ran, report = parts("checks", checks=units, changed={"sources": "s2", "commit": "c2"})
+    assert (code, ran) == (1, ["checks a"])
+    assert {name: unit["commit"] for name, unit in report["parts"]["checks"]["units"].items()} == {"a": "c2", "b": "c"}
+    assert report["parts"]["kernels"]["units"]["a"]["sources"] == "s"
+    code, ran, report = parts("checks", "--missing", checks=[("a", ""), ("c", "")], changed={"sources": "s3"})
+    assert (code, ran) == (0, ["checks c"])
+    assert {name: unit["sources"] for name, unit in report["parts"]["checks"]["units"].items()} == {
+        "a": "s2",
+        "c": "s3",
+    }
+    assert parts("checks")[1] == ["checks a", "checks b"]  # c is of these sources, a is not, and b is new
+    assert list(parts("checks", changed={"torch": "other"})[2]["parts"]) == ["checks"]
 
 
 @pytest.mark.nightly

@@ -12,6 +12,7 @@ from hal.bench.gpu import checks as gpu_checks
 from hal.bench.gpu.kernel_cases import BEYOND
 from hal.bench.gpu.verdict import CLAIMS, HOLDS, OPEN, REFUTED, page
 
+RUN = {"sources": "s", "commit": "c", "date": "d"}
 DOCS = Path(__file__).parents[3] / "docs"
 
 
@@ -25,7 +26,8 @@ def test_a_claim_is_on_its_page(claim):
 
 
 def part(*rows):
-    return {"state": "complete", "why": "", "current": "", "seconds": 1.0, "units": {"u": {"done": True, "rows": rows}}}
+    unit = {"done": True, "rows": rows, **RUN}
+    return {"state": "complete", "why": "", "current": "", "seconds": 1.0, "units": {"u": unit}}
 
 
 def kit(op, status, implementation="cuda/kernel"):
@@ -55,7 +57,7 @@ def report(good: bool, device="NVIDIA H100 80GB HBM3", simulated=False):
     dropout, window = "attention with dropout", "attention window 1024 fwd"
     layouts = {"one process": [1.0, 0.5], "pipeline": [1.0, 0.5 if good else 0.9]}
     return {
-        "machine": {"device": device, "architecture": "sm_90", "simulated": simulated},
+        "machine": {"device": device, "architecture": "sm_90", "simulated": simulated, **RUN},
         "parts": {
             "parity": part(*(kit(op, status) for op in ops), kit("flash_attention", status, "cuda/fused")),
             "checks": part(*({"name": name, "problem": problem} for name in checks)),
@@ -109,3 +111,10 @@ def test_the_times_of_a_rehearsal_decide_nothing():
     assert judged["Kernels reach 85 % of the bandwidth of a copy, forward and backward."] == OPEN
     assert judged["beyond 2^31 elements"] == REFUTED  # its values are real
     assert "nothing here is about a GPU" in page(report(True, simulated=True))
+
+
+def test_the_page_names_the_commits_of_rows_of_other_sources():
+    of_others = report(True)
+    of_others["machine"]["sources"] = "later"
+    assert "with the sources of c (d)" in page(of_others)
+    assert "with the sources of" not in page(report(True))
