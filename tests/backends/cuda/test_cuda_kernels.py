@@ -67,17 +67,21 @@ class RotaryOfX:
         return ops.rotary.reference(x, self.angles.cos(), self.angles.sin())
 
 
-@pytest.mark.parametrize(("width", "fits"), [(4096, True), (10500, False)])
-def test_norms_of_rows_beyond_shared_memory(monkeypatch, width, fits):
-    """Column sums live in shared memory for narrow rows and in global memory for wide ones."""
+@pytest.mark.parametrize(
+    ("width", "held", "shared"), [(2048, 2, 0), (4096, 4, 0), (4104, 0, 2 * 4104 * 4), (10500, 0, 0)]
+)
+def test_norms_of_wider_and_wider_rows(monkeypatch, width, held, shared):
+    """Column sums live in registers for narrow rows, then in shared memory, and in global memory for wide ones."""
     backend = Cuda(simulate=True, grid=20, shared=48 * 1024)
     backend.build()
     asked, run = [], launch.run
-    monkeypatch.setattr(launch, "run", lambda *a, shared=0: asked.append(shared) or run(*a, shared=shared))
+    monkeypatch.setattr(launch, "run", lambda *a, shared=0: asked.append((a[0], shared)) or run(*a, shared=shared))
     x, w = normal(9, width, dtype=torch.float32), normal(width, dtype=torch.float32, seed=1)
     with hal.activated(backend):
         compare(ops.layer_norm, [x, w, w], tolerance=2e-5)
-        assert max(asked) == (2 * width * 4 if fits else 0)
+        kernels = [f"norm_{d}{'_held' if held else ''}<f32, f32, true" for d in ("fwd", "bwd")]
+        kernels = [f"{kernels[0]}>", f"{kernels[1]}, {held}>" if held else f"{kernels[1]}>"]
+        assert asked == [(kernels[0], 0), (kernels[1], shared), ("column_sum<f32>", 0)]
         compare(ops.rms_norm, [x.bfloat16(), w.bfloat16()], tolerance=2e-2)
 
 
