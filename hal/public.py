@@ -4,7 +4,7 @@ package, no op and no model."""
 from .comm.contract import Comm, Message, SingleRankComm, Work
 from .comm.torch import GLOO, TorchComm, Transport, collective_failure, engine_failure, torch_comm
 from .core import transforms as _transforms  # noqa: F401  routes calls that are traced or transformed
-from .core.backend import API, Backend, Impl, Probe, address, by_metadata
+from .core.backend import API, Backend, Impl, Probe, Unavailable, address, by_metadata
 from .core.call import Call
 from .core.capabilities import Capabilities
 from .core.device_spec import DeviceSpec
@@ -72,6 +72,7 @@ __all__ = [
     "Tol",
     "TorchComm",
     "Transport",
+    "Unavailable",
     "UnsupportedOp",
     "Why",
     "Work",

@@ -43,7 +43,9 @@ def _gradients(
     draw, rows, whole = draw_of(rng or _NO_DRAW, dy.shape, width)
     lanes = max(LANES[data], LANES[dy.dtype])
     vec = whole and aligned(dy, dx) and width % lanes == 0
-    grid, threads = grid_for(rows, width, lanes if vec else 1, 8)
+    # On an H100 (8192 x 4096, bfloat16), 3 blocks per multiprocessor take 56 us, 2 take 60, 6 take 61 and 8 take 65,
+    # because each has partial sums to write.
+    grid, threads = grid_for(rows, width, lanes if vec else 1, 3)
     partial = None if bias is None else torch.empty(grid[1], width, dtype=torch.float32, device=dy.device)
     launch.run(
         f"dropout_bwd<{TYPE[data]}, {TYPE[dy.dtype]}>",

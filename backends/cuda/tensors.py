@@ -85,7 +85,7 @@ def grid_for(rows: int, width: int, lanes: int, per_multiprocessor: int = 16) ->
     """(grid, threads) for kernels that divide columns along x and rows along y, with `lanes` columns per thread.
 
     More blocks per multiprocessor than are resident balance the load, and each thread still reuses its per-column data
-    for many rows: on an H100, 16 are 2 to 8 % faster than 8. Where every block of rows adds partial sums, 8 are faster.
+    for many rows: on an H100, 16 are 2 to 8 % faster than 8. Where every block of rows adds partial sums, fewer are.
     """
     packs = -(-width // lanes)
     threads = threads_for(packs)

@@ -28,15 +28,15 @@ DTYPES = (torch.bfloat16, torch.float32)
 MIB = 2**20
 
 
-class NotInGraphs(Exception):
-    """An implementation refuses calls that are captured in a graph, and says so."""
+class CannotBeChecked(Exception):
+    """An implementation says that it is not available here, or that it refuses calls that are captured in a graph."""
 
 
 def outcome(check: Callable[[], str]) -> dict[str, str]:
     """The problem that a check finds, in one line, or why it cannot be made here."""
     try:
         return {"problem": check()}
-    except NotInGraphs as refusal:
+    except CannotBeChecked as refusal:
         return {"absent": str(refusal).splitlines()[0]}
     except Exception as error:
         return {"problem": f"{type(error).__name__}: {error}".strip().splitlines()[0]}
@@ -80,13 +80,19 @@ FLOAT32_SUMS = "16-bit weight gradients are added in float32"
 
 def _arguments(backend: Any, op: Any, impl: Any) -> Callable[[], tuple[dict[str, Any], bool]]:
     """A function that builds new arguments of the first edge case that `impl` accepts, and returns whether it has
-    gradients. Raises HalError if `impl` accepts no edge case."""
+    gradients. Raises CannotBeChecked if `impl` is not available here, HalError if it accepts no edge case."""
     for dtype in DTYPES:
         for sample in op.edge_cases():
             arguments = build(op, sample, dtype, backend.device())
             sizes = [t.numel() for t in arguments.values() if isinstance(t, Tensor)]
-            if op.tol.get(dtype) and all(sizes) and not impl.refusals(op.Call(**arguments)):
+            if not op.tol.get(dtype) or not all(sizes):
+                continue
+            refusals = impl.refusals(op.Call(**arguments))
+            if not refusals:
                 return lambda: (build(op, sample, dtype, backend.device()), bool(op.grads) and sample.grad)
+            for reason in refusals:
+                if isinstance(reason, hal.Unavailable):
+                    raise CannotBeChecked(reason)
     raise hal.HalError("this implementation accepts none of the kit's calls")
 
 
@@ -110,7 +116,7 @@ def _graph(backend: Any, op: Any, impl: Any) -> str:
 
     def once() -> list[Tensor]:
         if reasons := impl.refusals(op.Call(**arguments)):
-            raise NotInGraphs("; ".join(reasons))
+            raise CannotBeChecked("; ".join(reasons))
         return _results(op, impl, arguments, with_grad, dys)
 
     repeat = backend.capture(once)

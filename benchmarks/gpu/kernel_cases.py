@@ -20,6 +20,7 @@ from hal import Rng, ops
 from ..harness.case import OURS, Thunk
 from . import libraries
 from .cases import DROPOUT, GpuCase, Work, both
+from .gpu_report import SMALL
 from .rehearsal import Gpu
 from .values import ByRows, Errors, Function
 
@@ -75,7 +76,7 @@ def _reference(op: hal.Op[Any, Any], *arguments: Any, **options: Any) -> Functio
 def kernels(gpu: Gpu) -> Iterator[GpuCase]:
     """Every kernel of HAL at the sizes of a 7B model, and then beyond 2^31 elements."""
     rows, h = 8192 // gpu.shrink, HIDDEN // gpu.shrink
-    for count, note in ((rows, ""), (max(1, 64 // gpu.shrink), ", small")):
+    for count, note in ((rows, ""), (max(1, 64 // gpu.shrink), SMALL)):
         yield from _norms(gpu, count, h, note)
     yield from _activations(gpu, rows, "")
     yield from _dropout(gpu, rows, h, "")

@@ -39,8 +39,8 @@ class Gpu:
     ahead = 20_000_000
     """The cycles by which the host is ahead of the device: about 10 ms."""
     small = 1e-3
-    """Calls that take fewer seconds are timed by replaying a graph of several. (On an H100 behind a slow host, forward
-    and backward pass of a norm took 0.4 ms, of which the device worked 0.15 ms.)"""
+    """A case in which ours takes fewer seconds is timed by replaying graphs of several calls. (On an H100 behind a slow
+    host, forward and backward pass of a norm took 0.4 ms, of which the device worked 0.15 ms.)"""
     lacks: ClassVar[Mapping[str, str]] = {}
     """Feature -> why it is absent. Features: "streams", "memory", "clocks", "cuBLAS", "compile"."""
     train = _SIZES.format(4, 256, 8, 128, 128, 4, 8, 40)
@@ -79,7 +79,7 @@ class Gpu:
         """Mean over `count` calls queued one after the other, by the device's clock. The device waits before the first
         one, while the host queues calls; otherwise the host's time for the first one would be measured, too."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda._sleep(self.ahead)
+        torch.cuda._sleep(self.ahead)  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(count):
             call()

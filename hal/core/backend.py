@@ -51,6 +51,11 @@ class Probe:
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
+class Unavailable(str):
+    """A reason of `why_not` that holds for every call on this machine: a package is not installed, or the device is not
+    one that the implementation has kernels for. The conformance kit does not call such an implementation a failure."""
+
+
 @dataclass(frozen=True)
 class Impl:
     """One implementation of one op: `call` runs it (with autograd), `refusals` gives the reasons to refuse a call.
@@ -322,7 +327,8 @@ class Backend(ABC):
         gradient. It may return None for gradients whose entry is False, because they are discarded.
 
         why_not(call): returns the reasons for refusing a `Call`, empty to accept it. Must be pure and cheap; may be
-            given meta tensors and must not touch a device. Runs on every call unless marked with `by_metadata`.
+            given meta tensors and must not touch a device. Runs on every call unless marked with `by_metadata`. A
+            reason for which every call is refused on this machine is an `Unavailable`.
         waivers: dtype -> (factor, reason): the op's tolerance is multiplied by factor for this implementation, and
             every report prints the reason.
         version: the op's version for which the implementation was written. If the op has another one, every call is

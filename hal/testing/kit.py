@@ -21,7 +21,7 @@ from hypothesis.errors import Flaky, FlakyFailure
 import hal
 import hal.ops  # defines the ops
 from hal.core.adapters import require_same_signature, require_takes_call
-from hal.core.backend import Backend, Impl
+from hal.core.backend import Backend, Impl, Unavailable
 from hal.core.op import OPS, Op, Sample, TensorSpec
 from hal.errors import HalError
 
@@ -196,13 +196,14 @@ def check_op(
 
 
 def check_implementation(backend: Backend, impl: Impl, effort: Effort) -> Iterator[Row]:
-    """One row per dtype of the op; an implementation that ran no call in any of them fails in all, unless it is a
-    composition of ops that the backend lacks, or the device stores the tensors of no call, or it is checked between
-    processes.
+    """One row per dtype of the op; an implementation that ran no call in any of them fails in all, unless it says that
+    it is `Unavailable`, or is a composition of ops that the backend lacks, or the device stores the tensors of no call,
+    or it is checked between processes.
     """
     rows = [check_dtype(backend, impl, dtype, effort) for dtype in impl.op.tol]
     # Not a fault of the backend: a composition whose parts it lacks, and an op whose dtypes its device does not store.
-    excused = impl.composed and not all(map(backend.implementations, impl.op.parts))
+    excused = any(isinstance(reason, Unavailable) for row in rows for reason in row.reasons)
+    excused |= impl.composed and not all(map(backend.implementations, impl.op.parts))
     stored, samples = backend.capabilities().dtypes, impl.op.edge_cases()
     excused |= bool(samples) and all(not_stored(sample, stored) for sample in samples)
     if impl.op.name in SHARDED and SHARDED[impl.op.name].communicates_back and not impl.composed:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hal import Unavailable
 from hal.backend_tools import AttentionSpec
 
 from .. import launch
@@ -78,9 +79,9 @@ def _device_refusals(wheel: Wheel) -> list[str]:
         major = _major(torch.cuda.current_device())
         if major not in wheel.majors:
             listed = " and ".join(f"{n}.x" for n in wheel.majors)
-            return [f"compute capability {major}.x ({wheel.name} has kernels for {listed})"]
+            return [Unavailable(f"compute capability {major}.x ({wheel.name} has kernels for {listed})")]
     missing = _missing(wheel, wheel.path)
-    return [missing] if missing else []
+    return [Unavailable(missing)] if missing else []
 
 
 def _windows(spec: AttentionSpec) -> tuple[int, int]:

@@ -37,6 +37,7 @@ def row(**changes):
 def test_a_missed_goal_is_marked():
     assert gpu_report.missed(row()) == ""
     assert "goal 85%" in gpu_report.missed(row(share_of_ceiling=0.5))
+    assert gpu_report.missed(row(share_of_ceiling=0.5, shape="8x8, small")) == ""
     attention = {"name": "attention causal fwd", "share_of_ceiling": None}
     assert "faster" in gpu_report.missed(row(**attention, peer="SDPA cuDNN", ratio_median=0.9))
     assert gpu_report.missed(row(**attention, peer="SDPA cuDNN", ratio_median=1.0)) == ""

@@ -12,6 +12,7 @@ import torch
 
 import hal
 from hal.backends.cuda import Cuda, device, launch
+from hal.backends.cuda.attention import flash_wheels
 from hal.bench.gpu import checks as gpu_checks
 from hal.bench.gpu import parts as gpu_parts
 from hal.bench.gpu.rehearsal import Gpu, Rehearsal
@@ -66,6 +67,12 @@ def test_an_implementation_that_refuses_graphs_is_absent(fake, monkeypatch):
     capturing = iter([False, *[True] * 9])
     monkeypatch.setattr(launch, "capturing", lambda: next(capturing))
     assert "a CUDA graph is being captured" in gpu_checks.outcome(check.run)["absent"]
+
+
+def test_an_implementation_that_is_not_available_is_absent(fake, monkeypatch):
+    monkeypatch.setattr(flash_wheels, "_missing", lambda wheel, path: f"{wheel.package} is not installed")
+    check = next(c for c in gpu_checks.checks(fake) if c.name == "graph of flash_attention cuda/fa3")
+    assert gpu_checks.outcome(check.run) == {"absent": "flash-attn-3 is not installed"}
 
 
 def test_a_rehearsal_says_which_checks_it_cannot_run(fake, monkeypatch):

@@ -445,6 +445,13 @@ def test_an_implementation_that_ran_nothing_fails_with_its_reasons():
     assert "the moon is not full" in messages
 
 
+def test_an_implementation_that_is_not_available_on_this_machine_is_declined():
+    why_not = lambda call: ["x is not round", hal.Unavailable("moon is not installed")]  # noqa: E731
+    report, _ = verdict(plant(ops.swiglu, ops.swiglu.reference, why_not=why_not), ops.swiglu)
+    rows = [r for r in report.rows if r.implementation == "planted/wrong"]
+    assert {r.status for r in rows} == {"declined"} and "moon is not installed" in rows[0].reasons
+
+
 def test_one_refused_dtype_is_declined_and_not_a_failure():
     def no_halves(call):
         return [f"no kernel for {call.x.dtype}"] if call.x.dtype == torch.float16 else []
