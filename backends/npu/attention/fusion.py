@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,15 +24,18 @@ from ..constraints import CONSTRAINTS
 from ..device import Npu
 from ..tensors import reasons
 from .fusion_call import (
+    BIAS,
+    SLOPES,
     FusionCall,
     VendorDropout,
+    accepts,
     aligned,
+    full_bias,
     full_mask,
     lse_of,
     orders_statistics,
     plan,
     plan_packed,
-    pse_of,
     triangle,
 )
 
@@ -66,26 +69,49 @@ def beyond_limits(spec: AttentionSpec, q: Tensor, *takes: str) -> list[str]:
     return refusals + [r for what, n in sizes.items() for r in CONSTRAINTS[_SIZES[what]].refusal(what, n)]
 
 
-def bias_refusals(call: Call, spec: AttentionSpec) -> list[str]:
-    """Reasons why a bias cannot be passed as pse, which has q's dtype and is multiplied by the scale."""
-    if call.bias is None:
-        return []
-    wide, refusals = call.q.dtype == torch.float32, []
-    if spec.scale == 0.0 or not (wide or math.frexp(spec.scale)[0] == 0.5):
+def added_refusals(call: Call, spec: AttentionSpec) -> list[str]:
+    """Reasons why a bias, ALiBi's slopes or sinks cannot be passed to npu_fusion_attention (_v2)."""
+    refusals = []
+    if call.bias is not None and call.alibi_slopes is not None:
+        refusals.append("a bias and alibi_slopes (npu_fusion_attention_v2 takes one of them)")
+    if call.alibi_slopes is not None and spec.packed:
         refusals.append(
-            f"a bias with scale {spec.scale:g} in {call.q.dtype} (npu_fusion_attention multiplies it by the scale; "
-            "only for a positive power of two is bias / scale exact)"
+            "alibi_slopes of packed sequences (npu_fusion_attention_v2 has no statistics in the order of tokens)"
         )
-    if not wide and tuple(call.bias.shape[-3:]) != (spec.heads, spec.sq, spec.skv):
+    elif call.alibi_slopes is not None and spec.sq != spec.skv:
+        refusals.append(
+            f"alibi_slopes with {spec.sq} queries and {spec.skv} keys (npu_fusion_attention_v2 takes equal numbers)"
+        )
+    if (
+        call.bias is not None
+        and call.q.dtype != torch.float32
+        and tuple(call.bias.shape[-3:]) != (spec.heads, spec.sq, spec.skv)
+    ):
         refusals.append(
             f"a bias of shape {list(call.bias.shape)} in {call.q.dtype} (npu_fusion_attention_grad rounds the gradient "
             "of each score to 16 bits, before a sum over heads, queries or keys)"
         )
-    return refusals
+    if call.sinks is not None and call.return_lse:
+        refusals.append("sinks with return_lse (the vendor does not document whether its statistics include the sink)")
+    return refusals + [
+        f"{what} ({operator} of this torch_npu has no argument {argument})"
+        for what, operator, argument in _newer_arguments(call, spec)
+        if hasattr(torch.ops.npu, operator) and not accepts(operator, argument)
+    ]
+
+
+def _newer_arguments(call: Call, spec: AttentionSpec) -> Iterator[tuple[str, str, str]]:
+    """(what the call has, operator, argument) of arguments that older releases of torch_npu lack."""
+    added = call.bias is not None or call.alibi_slopes is not None
+    operator = "npu_fusion_attention_v2" if added else "npu_fusion_attention"
+    if call.sinks is not None:
+        yield "sinks", operator, "sink"
+    if added and spec.dropout_p > 0.0:
+        yield "dropout with a bias or alibi_slopes", operator, "dropout_mask"
 
 
 def _refusals(call: Call, spec: AttentionSpec) -> list[str]:
-    refusals = beyond_limits(spec, call.q, "bias", "top_left") + bias_refusals(call, spec)
+    refusals = beyond_limits(spec, call.q, "bias", "alibi_slopes", "sinks", "top_left") + added_refusals(call, spec)
     if call.cu_seqlens_q is not None:
         refusals += CONSTRAINTS["attention.packed_sequences"].refusal("packed sequences", len(call.cu_seqlens_q) - 1)
     return refusals
@@ -107,22 +133,28 @@ def _why_not_vendor_rng(call: Call) -> Sequence[str]:
     return refusals
 
 
-def backward(residuals: tuple[Any, ...], dy: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-    """dq, dk and dv in the layout of q, k and v, and the bias's gradient, from dy like out; the gradient of lse is not
-    used."""
-    q, k, v, mask, out, top, total, calls, bias, pse = residuals
+def backward(
+    residuals: tuple[Any, ...], dy: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """dq, dk and dv in the layout of q, k and v, and the gradients of bias and sinks, from dy like out; the gradient of
+    lse is not used."""
+    q, k, v, mask, out, top, total, calls, pse, sinks_taken, bias, sinks = residuals
+    dbias, dsinks = (None if x is None else torch.zeros_like(x) for x in (bias, sinks))
     if calls is None:
-        dbias = None if bias is None else torch.zeros_like(bias)
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, None
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), dbias, dsinks
     if isinstance(calls, FusionCall):
         # The library has no layout SBND; as SBH, [s, b, n, d] is [s, b, n d], which is a view.
         shapes = q.shape, k.shape, v.shape
         if calls.layout == "SBH":
             q, k, v, out, dy = (x.reshape(*x.shape[:2], -1) for x in (q, k, v, out, dy))
-        dq, dk, dv, dpse = calls.backward(q, k, v, mask, out, top, total, dy, pse)
-        dbias = None if bias is None else (dpse.float() / calls.scale).sum_to_size(bias.shape).to(bias.dtype)
-        return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2]), dbias, None
-    return *_one_by_one_bwd(q, k, v, out, top, total, calls, dy), None, None
+        dq, dk, dv, dpse, dsink = calls.backward(q, k, v, mask, out, top, total, dy, pse, sinks_taken)
+        if bias is not None:
+            dbias = dpse.float().sum_to_size(bias.shape).to(bias.dtype)
+        if sinks is not None:
+            dsinks = dsink.to(sinks.dtype)
+        return dq.view(shapes[0]), dk.view(shapes[1]), dv.view(shapes[2]), dbias, dsinks
+    dq, dk, dv, dsink = _one_by_one_bwd(q, k, v, out, top, total, calls, dy, sinks_taken)
+    return dq, dk, dv, None, None if sinks is None else dsink.to(sinks.dtype)
 
 
 _ROUNDED_OUTPUT = "npu_fusion_attention_grad forms its row sums from the 16-bit output, not from what was rounded"
@@ -131,6 +163,13 @@ WAIVERS = {torch.float16: (2.0, _ROUNDED_OUTPUT), torch.bfloat16: (2.0, _ROUNDED
 
 fusion_impl = partial(Npu.impl, ops.flash_attention, bwd=backward, waivers=WAIVERS, version=2)
 """Registers a function that calls npu_fusion_attention and returns the residuals that `backward` takes."""
+
+
+class Added(NamedTuple):
+    """What is added to the scores, as the library takes it: pse by FusionCall.pse_type, and sinks in float32."""
+
+    pse: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 @with_signature_of(ops.flash_attention, spec=attention_spec, cu_seqlens=packed_starts)
@@ -142,13 +181,15 @@ def flash_attention(
     mask: Tensor | None,
     cu_seqlens: CuSeqlens,
     return_lse: bool,
+    alibi_slopes: Tensor | None,
     bias: Tensor | None,
+    sinks: Tensor | None,
 ) -> tuple[Any, tuple[Any, ...]]:
     if cu_seqlens is None:
-        return run_dense(spec, q, k, v, mask, return_lse, bias)
+        return run_dense(spec, q, k, v, mask, return_lse, bias, alibi_slopes, sinks)
     # The library takes the ends of sequences, without the leading 0.
     q_ends, k_ends = (starts[1:] for starts in cu_seqlens)
-    return _packed(spec, q.contiguous(), k.contiguous(), v.contiguous(), q_ends, k_ends, return_lse)
+    return _packed(spec, q.contiguous(), k.contiguous(), v.contiguous(), q_ends, k_ends, return_lse, sinks)
 
 
 fusion_impl(id="npu/fusion_attention", why_not=_why_not)(flash_attention)
@@ -171,6 +212,8 @@ def run_dense(
     mask: Tensor | None,
     return_lse: bool,
     bias: Tensor | None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     low_precision: bool = False,
 ) -> tuple[Any, tuple[Any, ...]]:
     """The result of a call with a dense layout, and the residuals for `backward`."""
@@ -178,14 +221,24 @@ def run_dense(
     call, atten_mask = dense_call(spec, q, mask)
     if call is None:
         out, lse = without_keys(spec, q)
-        return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None, bias, None)
+        return (out, lse) if return_lse else out, (q, k, v, None, out, out, out, None, *Added(), bias, sinks)
     dropout = _dropout(spec, spec.batch * spec.heads * spec.sq * spec.skv)
-    call = replace(call, low_precision=low_precision, dropout=dropout)
-    pse = None if bias is None else pse_of(bias, spec.scale, spec.batch, spec.heads, spec.sq, spec.skv)
+    call, added = replace(call, low_precision=low_precision, dropout=dropout), Added(sinks=_as_library_takes(sinks))
+    if bias is not None:
+        call = replace(call, pse_type=BIAS)
+        added = added._replace(pse=full_bias(bias, spec.batch, spec.heads, spec.sq, spec.skv))
+    elif alibi_slopes is not None:
+        call, added = replace(call, pse_type=SLOPES), added._replace(pse=_as_library_takes(alibi_slopes))
     flat_q, flat_k, flat_v = flat(spec.layout, q, k, v)
-    out, top, total = call.forward(flat_q, flat_k, flat_v, atten_mask, pse=pse)
+    out, top, total = call.forward(flat_q, flat_k, flat_v, atten_mask, *added)
     out = out.view(out_shape(spec, q))
-    return (out, lse_of(top, total)) if return_lse else out, (q, k, v, atten_mask, out, top, total, call, bias, pse)
+    residuals = (q, k, v, atten_mask, out, top, total, call, *added, bias, sinks)
+    return (out, lse_of(top, total)) if return_lse else out, residuals
+
+
+def _as_library_takes(x: Tensor | None) -> Tensor | None:
+    """Slopes or sinks in float32."""
+    return None if x is None else x.detach().float().contiguous()
 
 
 def dense_call(spec: AttentionSpec, q: Tensor, mask: Tensor | None) -> tuple[FusionCall | None, Tensor | None]:
@@ -221,7 +274,14 @@ def without_keys(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _packed(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, q_ends: list[int], k_ends: list[int], return_lse: bool
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ends: list[int],
+    k_ends: list[int],
+    return_lse: bool,
+    sinks: Tensor | None,
 ) -> tuple[Any, tuple[Any, ...]]:
     """All sequences in one call if the library accepts that, otherwise one call per sequence.
 
@@ -231,25 +291,25 @@ def _packed(
     one_call = q.numel() and orders_statistics()
     together = plan_packed(*lengths, spec.pre, spec.next, spec.top_left) if one_call else None
     calls: Any = None
-    atten_mask = None
+    atten_mask, added = None, Added(sinks=_as_library_takes(sinks))
     out, top = q.new_zeros(out_shape(spec, q)), q.new_zeros((*q.shape[:2], 8), dtype=torch.float32)
     total = top
     if together is not None:
         dropout = _dropout(spec, spec.heads * sum(a * b for a, b in zip(*lengths)))
         calls = FusionCall("TND", spec.heads, spec.scale, together, tuple(q_ends), tuple(k_ends), dropout=dropout)
         atten_mask = None if together.mask == "none" else triangle(q.device)
-        out, top, total = calls.forward(q, k, v, atten_mask)
+        out, top, total = calls.forward(q, k, v, atten_mask, *added)
     elif q.numel():
         calls = _Sequences(tuple(q_ends), tuple(k_ends), spec)
         # The library's statistics of rows without a key, for the sequences that are skipped below.
         top, total = torch.full_like(top, -torch.finfo(torch.float32).max), torch.ones_like(top)
         for rows, columns, call, mask in calls.each(q.device):
-            one = call.forward(q[None, rows], k[None, columns], v[None, columns], mask)
+            one = call.forward(q[None, rows], k[None, columns], v[None, columns], mask, *added)
             out[rows] = one[0][0]
             # From [1, n, s, 8] to the layout of packed calls, [s, n, 8].
             top[rows], total[rows] = (x[0].transpose(0, 1) for x in one[1:])
     result = (out, lse_of(top, total).T) if return_lse else out
-    return result, (q, k, v, atten_mask, out, top, total, calls, None, None)
+    return result, (q, k, v, atten_mask, out, top, total, calls, *added, None, sinks)
 
 
 @dataclass(frozen=True)
@@ -279,13 +339,24 @@ class _Sequences:
 
 
 def _one_by_one_bwd(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, top: Tensor, total: Tensor, sequences: _Sequences, dy: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [tq, n, d], dk and dv [tk, g, d]; sequences without queries or without keys have gradient 0."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    top: Tensor,
+    total: Tensor,
+    sequences: _Sequences,
+    dy: Tensor,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq [tq, n, d], dk and dv [tk, g, d], dsinks [n] in float32; sequences without queries or keys have gradient 0."""
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    dsinks = q.new_zeros(q.shape[1], dtype=torch.float32)
     for rows, columns, call, mask in sequences.each(q.device):
         stats = [x[rows].transpose(0, 1)[None].contiguous() for x in (top, total)]
         parts = q[None, rows], k[None, columns], v[None, columns], mask, out[None, rows], *stats, dy[None, rows]
-        grads = call.backward(*parts)
+        grads = call.backward(*parts, sinks=sinks)
         dq[rows], dk[columns], dv[columns] = (g[0] for g in grads[:3])
-    return dq, dk, dv
+        if sinks is not None:
+            dsinks += grads[4]
+    return dq, dk, dv, dsinks

@@ -7,7 +7,8 @@ chooses:
   any other window           sparse_mode 4 (band, bottom-right aligned) with the same triangle
   a mask, or a band that     sparse_mode 1 with mask and window in one full mask
   the library refuses
-Where rows may have no visible key, inner_precise=2 makes them 0.
+Where rows may have no visible key, inner_precise=2 makes them 0. A bias and ALiBi's slopes are passed to
+npu_fusion_attention_v2, which adds them to the scaled scores, as HAL does.
 """
 
 from __future__ import annotations
@@ -93,10 +94,15 @@ def plan_packed(
 
 
 @functools.cache
+def accepts(operator: str, argument: str) -> bool:
+    """Whether an operator of this release of torch_npu has an argument of this name."""
+    schema = getattr(torch.ops.npu, operator).default._schema
+    return any(given.name == argument for given in schema.arguments)
+
+
 def orders_statistics() -> bool:
     """Whether this release of torch_npu can ask for the statistics of packed calls in the order of tokens (not 2.6)."""
-    schema = torch.ops.npu.npu_fusion_attention.default._schema
-    return any(argument.name == "softmax_layout" for argument in schema.arguments)
+    return accepts("npu_fusion_attention", "softmax_layout")
 
 
 @functools.cache
@@ -130,9 +136,15 @@ class VendorDropout:
         return vendor_rng.mask(like, self.count, self.p, self.seed, self.offset)
 
 
+BIAS, SLOPES = 0, 2
+"""Values of pse_type: pse is added after the scale; pse are ALiBi's slopes, of which the library forms the bias. (With
+its value 1, the only one that npu_fusion_attention has, pse is added before the scale.)"""
+
+
 @dataclass(frozen=True)
 class FusionCall:
-    """The arguments of a library call except its tensors; the same for forward and backward."""
+    """The arguments of a library call except its tensors; the same for forward and backward. pse_type: BIAS or SLOPES,
+    which npu_fusion_attention_v2 takes; None without pse."""
 
     layout: str
     heads: int
@@ -142,15 +154,21 @@ class FusionCall:
     k_ends: tuple[int, ...] = ()
     low_precision: bool = False
     dropout: VendorDropout | None = None
+    pse_type: int | None = None
 
-    def options(self) -> dict[str, Any]:
+    def options(self, sinks: Tensor | None) -> dict[str, Any]:
         packed = {"actual_seq_qlen": self.q_ends, "actual_seq_kvlen": self.k_ends, "softmax_layout": "TND"}
+        # With a sink, a row without a visible key is 0 by itself.
+        dead_rows = self.plan.dead_rows and sinks is None
+        pre, next = ("pre_tockens", "next_tockens") if self.pse_type is None else ("pre_tokens", "next_tokens")
         return {
-            "pre_tockens": self.plan.pre,
-            "next_tockens": self.plan.next,
+            pre: self.plan.pre,
+            next: self.plan.next,
             "sparse_mode": self.plan.mode,
-            "inner_precise": 2 if self.plan.dead_rows else int(self.low_precision),
+            "inner_precise": 2 if dead_rows else int(self.low_precision),
             **(packed if self.q_ends else {}),
+            **({} if sinks is None else {"sink": sinks}),
+            **({} if self.pse_type is None else {"pse_type": self.pse_type}),
         }
 
     def _dropout(self) -> dict[str, Any]:
@@ -164,17 +182,18 @@ class FusionCall:
         v: Tensor,
         mask: Tensor | None,
         pse: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """out, and the softmax's maximum and sum, float32 [b, n, sq, 8] (eight equal columns; [t, n, 8] for TND).
 
-        pse: what is added to q k^T before the scale is applied, [1 or b, n, sq, sk] in q's dtype.
+        pse: what pse_type says: a bias [1 or b, n, sq, sk] in q's dtype, or slopes [n] or [b, n] in float32. sinks:
+        float32 [n].
         """
-        dropout = self._dropout()
+        given = {"pse": pse, "atten_mask": mask, "scale": self.scale, **self._dropout(), **self.options(sinks)}
         if self.dropout is not None:
-            dropout["dropout_mask"] = self.dropout.draw(q)
-        results = torch.ops.npu.npu_fusion_attention(
-            q, k, v, self.heads, self.layout, pse=pse, atten_mask=mask, scale=self.scale, **dropout, **self.options()
-        )
+            given["dropout_mask"] = self.dropout.draw(q)
+        operator = "npu_fusion_attention" if self.pse_type is None else "npu_fusion_attention_v2"
+        results = getattr(torch.ops.npu, operator)(q, k, v, self.heads, self.layout, **given)
         return results[0], results[1], results[2]
 
     def backward(
@@ -188,34 +207,23 @@ class FusionCall:
         total: Tensor,
         dy: Tensor,
         pse: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """dq, dk, dv and dpse in the shapes of q, k, v and pse; the other arguments are those of `forward` and its
-        results."""
-        redrawn = {} if self.dropout is None else {"numels": self.dropout.count, "gen_mask_parallel": False}
-        results = torch.ops.npu.npu_fusion_attention_grad(
-            q,
-            k,
-            v,
-            dy.contiguous(),
-            self.heads,
-            self.layout,
-            pse=pse,
-            atten_mask=mask,
-            softmax_max=top,
-            softmax_sum=total,
-            attention_in=out,
-            scale_value=self.scale,
-            **redrawn,
-            **self._dropout(),
-            **self.options(),
-        )
-        return results[0], results[1], results[2], results[3]
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv, dpse and dsinks in the shapes of q, k, v, pse and sinks; the other arguments are those of
+        `forward` and its results."""
+        given = {"pse": pse, "atten_mask": mask, "softmax_max": top, "softmax_sum": total, "attention_in": out}
+        given |= {"scale_value": self.scale, **self._dropout(), **self.options(sinks)}
+        if self.dropout is not None:
+            given |= {"numels": self.dropout.count, "gen_mask_parallel": False}
+        operator = "npu_fusion_attention_grad" if self.pse_type is None else "npu_fusion_attention_grad_v2"
+        results = getattr(torch.ops.npu, operator)(q, k, v, dy.contiguous(), self.heads, self.layout, **given)
+        return *results[:4], results[-1]
 
 
-def pse_of(bias: Tensor, scale: float, batch: int, heads: int, sq: int, sk: int) -> Tensor:
-    """The library's pse for a bias: it is scaled with the scores, and has no dimension of 1 except the batch."""
+def full_bias(bias: Tensor, batch: int, heads: int, sq: int, sk: int) -> Tensor:
+    """A bias in a shape that the library takes: no dimension of 1 except the batch."""
     bias = bias.reshape((1,) * (4 - bias.ndim) + tuple(bias.shape))
-    return (bias / scale).expand(batch if bias.shape[0] > 1 else 1, heads, sq, sk).contiguous()
+    return bias.expand(batch if bias.shape[0] > 1 else 1, heads, sq, sk).contiguous()
 
 
 def lse_of(top: Tensor, total: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from torch import Tensor
 from hal import Call, ops
 from hal.backend_tools import AttentionSpec, attention_spec, with_signature_of
 
-from .fusion import beyond_limits, bias_refusals, fusion_impl, run_dense
+from .fusion import added_refusals, beyond_limits, fusion_impl, run_dense
 from .fusion_call import plan
 
 
 def _why_not(call: Call) -> Sequence[str]:
     spec = attention_spec(call)
-    refusals = beyond_limits(spec, call.q, "bias") + bias_refusals(call, spec)
+    refusals = beyond_limits(spec, call.q, "bias") + added_refusals(call, spec)
     if spec.dropout_p > 0.0:
         refusals.append("dropout")
     if spec.packed:

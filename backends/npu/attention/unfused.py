@@ -1,7 +1,7 @@
 """flash_attention by the op's reference on torch_npu's operators, which forms the matrix of scores.
 
-It takes the calls that the others refuse, except those with dropout: softcap, ALiBi, sinks, and sizes beyond the fused
-operator's limits.
+It takes the calls that the others refuse, except those with dropout: softcap, ALiBi with unequal numbers of queries and
+keys, and sizes beyond the fused operator's limits.
 """
 
 from __future__ import annotations

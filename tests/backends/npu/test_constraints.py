@@ -30,11 +30,20 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 def attention(
-    b: int = 1, n: int = 1, sq: int = 4, sk: int = 4, d: int = 1, pse: tuple[int, ...] | None = None, **options: Any
+    b: int = 1,
+    n: int = 1,
+    sq: int = 4,
+    sk: int = 4,
+    d: int = 1,
+    pse: tuple[int, ...] | None = None,
+    sink: int | None = None,
+    **options: Any,
 ) -> Thunk:
     def call() -> object:
         q, k = zeros(b, n, sq, d), zeros(b, n, sk, d)
         bias = None if pse is None else zeros(*pse)
+        if sink is not None:
+            options["sink"] = zeros(sink, dtype=single)
         return torch.ops.npu.npu_fusion_attention(q, k, k, n, "BNSD", pse=bias, **options)
 
     return call
@@ -49,6 +58,14 @@ def packed(
         options["atten_mask"] = None if mask is None else zeros(*mask, dtype=torch.bool)
         lengths = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
         return torch.ops.npu.npu_fusion_attention(x, x, x, n, "TND", pse=bias, **lengths, **options)
+
+    return call
+
+
+def slopes(b: int, n: int, sq: int, sk: int, *shape: int) -> Thunk:
+    def call() -> object:
+        q, k, pse = zeros(b, n, sq, 8), zeros(b, n, sk, 8), zeros(*shape, dtype=single)
+        return torch.ops.npu.npu_fusion_attention_v2(q, k, k, n, "BNSD", pse=pse, pse_type=2)
 
     return call
 
@@ -128,6 +145,12 @@ CALLS: dict[str, list[tuple[Thunk, Thunk]]] = {
     "attention.packed_pse_modes": [
         (packed([4], pse=True), packed([4], pse=True, mask=(2048, 2048), sparse_mode=7, pre_tockens=4, next_tockens=0)),
     ],
+    "attention.slopes": [
+        (slopes(2, 3, 4, 4, 3), slopes(2, 3, 4, 4, 2)),
+        (slopes(2, 3, 4, 4, 2, 3), slopes(2, 3, 4, 4, 1, 3)),
+    ],
+    "attention.slopes_lengths": [(slopes(2, 3, 4, 4, 3), slopes(2, 3, 4, 6, 3))],
+    "attention.sink": [(attention(n=3, sink=3), attention(n=3, sink=2))],
     "attention.statistics": [(gradient(2, 3, 4, 8), gradient(2, 3, 4, 1))],
     "attention.packed_statistics": [(gradient(4, 3, 8, layout="TND"), gradient(4, 3, 1, layout="TND"))],
     "rotary.head_size": [(rotary((1, 2, 2, 894), (1, 2, 1, 894)), rotary((1, 2, 2, 896), (1, 2, 1, 896)))],

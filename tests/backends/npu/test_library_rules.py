@@ -148,6 +148,49 @@ def test_the_gradient_of_a_positional_bias(npu: Npu, shape: tuple[int, ...]) -> 
     assert close(ours.grad.cpu(), exact.grad)
 
 
+@pytest.mark.parametrize("kind, shape", [(0, (2, 2, 24, 24)), (0, (1, 2, 24, 24)), (2, (2,)), (2, (2, 2)), (3, (2,))])
+def test_the_kinds_of_positional_bias_of_the_second_version(npu: Npu, kind: int, shape: tuple[int, ...]) -> None:
+    """0: added after the scale, with a gradient; 2 and 3: slopes, of which the library forms ALiBi's bias."""
+    torch.manual_seed(3)
+    (q, k, v, dy), pse = (torch.randn(2, 2, 24, 8) for _ in range(4)), torch.randn(shape)
+    ours, exact = [q.npu().requires_grad_(), pse.npu().requires_grad_()], [q.double(), pse.double()]
+    out = torch.ops.npu.npu_fusion_attention_v2(
+        ours[0], k.npu(), v.npu(), 2, "BNSD", pse=ours[1], pse_type=kind, scale=0.3
+    )[0]
+    out.backward(dy.npu())
+    for x in exact:
+        x.requires_grad_()
+    apart = (torch.arange(24)[:, None] - torch.arange(24)).abs().double()
+    added = exact[1] if kind == 0 else -exact[1][..., None, None] * (apart.sqrt() if kind == 3 else apart)
+    score = 0.3 * (exact[0] @ k.double().transpose(-1, -2)) + added
+    expected = score.softmax(-1) @ v.double()
+    expected.backward(dy.double())
+    for got, right in ((out, expected), *((a.grad, b.grad) for a, b in zip(ours, exact) if kind == 0 or a is ours[0])):
+        assert got is not None and right is not None and close(got.detach().cpu(), right.detach())
+
+
+@pytest.mark.parametrize("layout", ["BNSD", "TND"])
+def test_a_sink_takes_part_in_the_softmax(npu: Npu, layout: str) -> None:
+    """As in the example of op-plugin's page: one more logit per head, whose column is dropped before the product."""
+    torch.manual_seed(3)
+    (q, k, v, dy), sink = (torch.randn(1, 2, 24, 8) for _ in range(4)), torch.randn(2)
+    move = (lambda x: x.npu()) if layout == "BNSD" else (lambda x: x[0].transpose(0, 1).contiguous().npu())
+    ours, exact = [move(q).requires_grad_(), sink.npu().requires_grad_()], [q.double(), sink.double()]
+    packed = {} if layout == "BNSD" else {"actual_seq_qlen": [24], "actual_seq_kvlen": [24], "softmax_layout": "TND"}
+    out = torch.ops.npu.npu_fusion_attention(ours[0], move(k), move(v), 2, layout, sink=ours[1], **packed)[0]
+    out.backward(move(dy))
+    for x in exact:
+        x.requires_grad_()
+    score = exact[0] @ k.double().transpose(-1, -2)
+    extra = exact[1].view(1, 2, 1, 1).expand(1, 2, 24, 1)
+    expected = torch.cat([score, extra], -1).softmax(-1)[..., :-1] @ v.double()
+    expected.backward(dy.double())
+    for got, right in ((out, expected), *((a.grad, b.grad) for a, b in zip(ours, exact))):
+        assert got is not None and right is not None
+        right = right if layout == "BNSD" or right.ndim == 1 else right[0].transpose(0, 1)
+        assert close(got.detach().cpu(), right.detach())
+
+
 def test_torch_npus_own_checks_come_first(npu: Npu) -> None:
     q, k, v = bnsd(8, 8)
     for options in ({"layout": "SBND"}, {"sparse_mode": 9}, {"keep_prob": 1.5}):

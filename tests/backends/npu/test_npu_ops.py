@@ -86,10 +86,13 @@ def test_attention_with_dropout_is_refused(npu: Npu, how: dict[str, Any]) -> Non
     ("how", "chosen"),
     [
         ({"scale": 1.0, "bias": (2, 8, 8)}, "npu/fusion_attention"),
-        ({"scale": 0.3, "bias": (2, 8, 8)}, "npu/torch"),  # 16-bit bias / 0.3 would be rounded
-        ({"scale": 1.0, "bias": (1, 8)}, "npu/torch"),  # so would be the summands of the bias's gradient
+        ({"scale": 0.3, "bias": (2, 8, 8)}, "npu/fusion_attention"),
+        ({"scale": 1.0, "bias": (1, 8)}, "npu/torch"),  # the summands of the bias's gradient would be rounded
         ({"softcap": 30.0}, "npu/torch"),
-        ({"sinks": (2,)}, "npu/torch"),
+        ({"sinks": (2,)}, "npu/fusion_attention"),
+        ({"return_lse": True, "sinks": (2,)}, "npu/torch"),  # the statistics are not documented
+        ({"alibi_slopes": (2,)}, "npu/fusion_attention"),
+        ({"bias": (2, 8, 8), "alibi_slopes": (2,)}, "npu/torch"),
         ({"v": (1, 2, 8, 8)}, "npu/fusion_attention"),
         ({"v": (1, 2, 8, 24)}, "npu/torch"),
     ],
@@ -97,6 +100,8 @@ def test_attention_with_dropout_is_refused(npu: Npu, how: dict[str, Any]) -> Non
 )
 def test_the_vendors_operator_gets_a_bias_and_narrower_values(npu: Npu, how: dict[str, Any], chosen: str) -> None:
     given = {n: torch.randn(x, dtype=torch.bfloat16).npu() if isinstance(x, tuple) else x for n, x in how.items()}
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = given["alibi_slopes"].float()
     q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16).npu()
     assert hal.why(ops.flash_attention, q, q, given.pop("v", q), layout="BNSD", **given).chosen == chosen
 

@@ -149,6 +149,16 @@ void check_mask(const Call& call, const Tensor& mask) {
     require(size.size() == 4 && (size[0] == call.batch || call.batch == 1), kTiling, shape + "[B,N,Sq,Skv] or [B,1,Sq,Skv]");
 }
 
+// attention.slopes of constraints.csv.
+void check_slopes(const Call& call, const Tensor& pse) {
+  std::string shape = "pse " + c10::str(pse.sizes()) + " of ALiBi: ";
+  require(pse.scalar_type() == at::kFloat, kInvalid, shape + "float32 is required");
+  bool fits = (pse.dim() == 1 && pse.size(0) == call.heads) || pse.sizes() == at::IntArrayRef({call.batch, call.heads});
+  require(fits, kTiling, shape + "[N] or [B,N] is required");
+  // attention.slopes_lengths of constraints.csv.
+  require(call.sq == call.sk, kTiling, shape + "Sq and Skv must be equal");
+}
+
 // attention.pse and attention.packed_pse_modes of constraints.csv.
 void check_pse(const Call& call, const Tensor& pse) {
   std::string shape = "pse " + c10::str(pse.sizes()) + ": ";
@@ -175,11 +185,16 @@ void check_statistics(const Call& call, const Tensor& q, const Tensor& x, const 
 
 Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse, const Tensor& drop,
            const Tensor& padding, const Tensor& mask, const Ints& prefix, Ints lengths_q, Ints lengths_k, double keep,
-           int64_t pre, int64_t next, int64_t heads, const std::string& layout, int64_t precise, int64_t mode) {
+           int64_t pre, int64_t next, int64_t heads, const std::string& layout, int64_t precise, int64_t mode,
+           const Added& added) {
   auto type = q.scalar_type();
+  bool slopes = added.pse_type == kSlopes || added.pse_type == kSlopesOfRoots;
   require(type == at::kHalf || type == at::kBFloat16 || type == at::kFloat, kInvalid, "query must be float16, bfloat16 or float32");
   require(type == k.scalar_type() && type == v.scalar_type(), kInvalid, "query, key and value must have one dtype");
-  require(!pse.defined() || pse.scalar_type() == type, kInvalid, "pse must have the dtype of query");
+  require(added.pse_type >= kMulAdd && added.pse_type <= kSlopesOfRoots, kTiling, "pse_type " + str(added.pse_type));
+  require(pse.defined() || added.pse_type == kAddMul, kTiling, "pse_type " + str(added.pse_type) + " needs pse");
+  require(added.starts_q.empty() && added.starts_k.empty(), kTiling, "q_start_idx and kv_start_idx are not simulated");
+  require(!pse.defined() || slopes || pse.scalar_type() == type, kInvalid, "pse must have the dtype of query");
   require(!padding.defined(), kInvalid, "padding_mask is not supported");
   require(heads > 0, kInvalid, "head_num must be > 0, got " + str(heads));
   bool varlen = !lengths_q.empty();
@@ -241,7 +256,10 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse,
   }
   require(varlen ? mode >= 0 && mode <= 8 && mode != 5 : mode >= 0 && mode <= 6, kTiling, "sparse_mode " + str(mode));
 
-  if (pse.defined()) check_pse(call, pse);
+  if (pse.defined()) slopes ? check_slopes(call, pse) : check_pse(call, pse);
+  if (const Tensor& sink = added.sink; sink.defined())  // attention.sink of constraints.csv
+    require(sink.scalar_type() == at::kFloat && sink.sizes() == at::IntArrayRef({heads}), kInvalid,
+            "sink " + c10::str(sink.sizes()) + ": float32 [N] is required");
 
   int64_t total = 0;
   for (int64_t b = 0; b < call.batch; b++) total += call.heads * call.sq[b] * call.sk[b];
@@ -334,15 +352,25 @@ struct Block {
   Tensor q, k, v, score, dead;  // float [N, ., .]; score has -FLT_MAX where masked and -inf where skipped
 };
 
+// What is added to the scores of batch entry b after the scale, or, with kAddMul, before it.
+Tensor positions(const Call& call, const Tensor& pse, int64_t pse_type, int64_t b) {
+  if (pse_type == kMulAdd || pse_type == kAddMul) return (pse.size(0) == 1 ? pse[0] : pse[b]).to(at::kFloat);
+  Tensor apart = at::arange(call.sk[b], at::kFloat) - at::arange(call.sq[b], at::kFloat).unsqueeze(1);
+  apart = apart.abs();
+  if (pse_type == kSlopesOfRoots) apart = apart.sqrt();
+  return apart * -(pse.dim() == 1 ? pse : pse[b]).view({-1, 1, 1});
+}
+
 Block block(const Call& call, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& pse, const Tensor& mask,
-            double scale, int64_t b) {
+            double scale, int64_t pse_type, int64_t b) {
   int64_t group = call.heads / call.kv_heads;
   auto repeat = [&](const Tensor& x) { return x.repeat_interleave(group, 0).to(at::kFloat); };
   Block out{entry(call, q, b, call.heads, call.sq).to(at::kFloat), repeat(entry(call, k, b, call.kv_heads, call.sk)),
             repeat(entry(call, v, b, call.kv_heads, call.sk)), {}, {}};
   out.score = at::matmul(out.q, out.k.transpose(-1, -2));
-  if (pse.defined()) out.score.add_((pse.size(0) == 1 ? pse[0] : pse[b]).to(at::kFloat));
+  if (pse.defined() && pse_type == kAddMul) out.score.add_(positions(call, pse, pse_type, b));
   out.score.mul_(scale);
+  if (pse.defined() && pse_type != kAddMul) out.score.add_(positions(call, pse, pse_type, b));
   Visible visibility = visible(call, mask, b);
   if (visibility.masked.defined()) out.score.masked_fill_(visibility.masked, -FLT_MAX);
   if (visibility.skipped.defined()) out.score.masked_fill_(visibility.skipped, -INFINITY);
@@ -356,10 +384,12 @@ struct Sums {
 };
 
 // Visits the keys tile by tile, as the kernel does: what earlier tiles gave is rescaled when the maximum grows. The
-// product takes its operands in `dtype` and accumulates in float. keep: dropout's factors [N, Sq, Sk], or undefined.
-Sums softmax_tiles(const Block& x, const Tensor& keep, at::ScalarType dtype) {
+// product takes its operands in `dtype` and accumulates in float. keep: dropout's factors [N, Sq, Sk], or undefined. sink:
+// [N], the first logit of every row, whose value is 0; or undefined.
+Sums softmax_tiles(const Block& x, const Tensor& keep, const Tensor& sink, at::ScalarType dtype) {
   const int64_t heads = x.q.size(0), rows = x.q.size(1), keys = x.k.size(1), size = kernels::tile();
   Sums sums{at::full({heads, rows, 1}, -INFINITY), at::zeros({heads, rows, 1}), at::zeros({heads, rows, x.v.size(-1)})};
+  if (sink.defined()) sums.top.copy_(sink.view({-1, 1, 1})), sums.total.fill_(1);
   for (int64_t begin = 0; begin < keys; begin += size) {
     const int64_t count = std::min(size, keys - begin);
     Tensor score = x.score.narrow(-1, begin, count);
@@ -390,16 +420,16 @@ Work forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ps
              const Tensor& padding, const Tensor& mask, const Ints& prefix, const Ints& lengths_q, const Ints& lengths_k,
              double scale, double keep, int64_t pre, int64_t next, int64_t heads, const std::string& layout,
              int64_t precise, int64_t mode, const std::string& softmax_layout, const Tensor& max, const Tensor& sum,
-             const Tensor& out) {
+             const Tensor& out, const Added& added) {
   Call call = check(q, k, v, pse, drop, padding, mask, prefix, lengths_q, lengths_k, keep, pre, next, heads, layout,
-                    precise, mode);
+                    precise, mode, added);
   return [=] {
     out.zero_();  // rows of TND beyond the last sequence, and every row when there is no key
     max.fill_(0), sum.fill_(0);
     for (int64_t b = 0; b < call.batch; b++) {
       if (!call.sq[b] || !call.sk[b]) continue;
-      Block x = block(call, q, k, v, pse, mask, scale, b);
-      auto [top, total, product] = softmax_tiles(x, dropout(call, drop, keep, b), q.scalar_type());
+      Block x = block(call, q, k, v, pse, mask, scale, added.pse_type, b);
+      auto [top, total, product] = softmax_tiles(x, dropout(call, drop, keep, b), added.sink, q.scalar_type());
       Tensor y = product / total;
       if (x.dead.defined()) {
         y = y.masked_fill(x.dead, 0);
@@ -418,9 +448,9 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
               const Tensor& out, const Ints& prefix, const Ints& lengths_q, const Ints& lengths_k, double scale,
               double keep, int64_t pre, int64_t next, int64_t heads, const std::string& layout, int64_t precise,
               int64_t mode, const std::string& softmax_layout, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-              const Tensor& dpse) {
+              const Tensor& dpse, const Added& added, const Tensor& dsink) {
   Call call = check(q, k, v, pse, drop, padding, mask, prefix, lengths_q, lengths_k, keep, pre, next, heads, layout,
-                    precise, mode);
+                    precise, mode, added);
   require(dy.sizes() == out.sizes(), kTiling, "dy and attention_in differ in shape");
   if (q.numel()) {
     check_statistics(call, q, max, "softmax_max");
@@ -430,9 +460,10 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
     auto round = [&](const Tensor& x) { return x.to(q.scalar_type()).to(at::kFloat); };
     for (const Tensor& gradient : {dq, dk, dv}) gradient.zero_();
     Tensor bias = pse.defined() && dpse.defined() ? at::zeros(pse.sizes(), at::kFloat) : Tensor{};
+    Tensor of_sink = added.sink.defined() ? at::zeros({heads}, at::kFloat) : Tensor{};
     for (int64_t b = 0; b < call.batch; b++) {
       if (!call.sq[b] || !call.sk[b]) continue;
-      Block x = block(call, q, k, v, pse, mask, scale, b);
+      Block x = block(call, q, k, v, pse, mask, scale, added.pse_type, b);
       Tensor top = statistics(call, max, softmax_layout, b).narrow(-1, 0, 1);
       Tensor total = statistics(call, sum, softmax_layout, b).narrow(-1, 0, 1);
       Tensor p = (x.score - top).exp_() / total;
@@ -442,11 +473,18 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
       Tensor keep_bits = dropout(call, drop, keep, b);
       Tensor dp = at::matmul(g, x.v.transpose(-1, -2));
       if (keep_bits.defined()) dp = dp * keep_bits;
-      Tensor ds = round(p * (dp - (g * y).sum(-1, true)));
+      Tensor row_sums = (g * y).sum(-1, true);
+      Tensor ds = round(p * (dp - row_sums));
+      if (of_sink.defined()) {
+        Tensor share = (added.sink.view({-1, 1, 1}) - top).exp_() / total;
+        if (x.dead.defined()) share.masked_fill_(x.dead, 0);
+        of_sink.sub_((share * row_sums).sum({1, 2}));
+      }
       Tensor pv = round(keep_bits.defined() ? p * keep_bits : p);
-      if (bias.defined()) {
+      // The library has no gradient of slopes.
+      if (bias.defined() && (added.pse_type == kAddMul || added.pse_type == kMulAdd)) {
         Tensor part = bias[bias.size(0) == 1 ? 0 : b];
-        part.add_(at::sum_to(ds * scale, part.sizes()));
+        part.add_(at::sum_to(added.pse_type == kAddMul ? ds * scale : ds, part.sizes()));
       }
       auto by_group = [&](const Tensor& gradient) { return gradient.unflatten(0, {call.kv_heads, -1}).sum(1); };
       write(entry(call, dq, b, call.heads, call.sq), kernels::product(ds, x.k) * scale);
@@ -454,6 +492,7 @@ Work backward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& d
       write(entry(call, dv, b, call.kv_heads, call.sk), by_group(kernels::product(pv.transpose(-1, -2), g)));
     }
     write(dpse, bias);
+    write(dsink, of_sink);
   };
 }
 
