@@ -13,27 +13,37 @@ import torch
 from torch import Tensor
 
 
-def _softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """out and lse in float32; any leading dimensions, heads are dimension -3; lse of a row without a key is -inf."""
-    group = q_NQD.shape[-3] // k_GKD.shape[-3]
-    k, v = (x.float().repeat_interleave(group, -3) for x in (k_GKD, v_GKD))
-    s = q_NQD.float() @ k.transpose(-1, -2) * scale
+def _by_query_head(x_GKD: Tensor, q_NQD: Tensor) -> Tensor:
+    """Keys or values in float32, repeated for every head of queries."""
+    return x_GKD.float().repeat_interleave(q_NQD.shape[-3] // x_GKD.shape[-3], -3)
+
+
+def _weights(q_NQD: Tensor, k_GKD: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """The softmax's weights (0 in rows without a key) and lse (-inf in those), in float32; any leading dimensions."""
+    s = q_NQD.float() @ _by_query_head(k_GKD, q_NQD).transpose(-1, -2) * scale
     if bias is not None:
         s = s + bias.float()
     top = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -math.inf)
     e = torch.exp(s - torch.where(top == -math.inf, torch.zeros_like(top), top))
     total = e.sum(-1, keepdim=True)
-    out = e / torch.where(total == 0.0, torch.ones_like(total), total) @ v
-    return out, (top + total.log()).squeeze(-1)
+    return e / torch.where(total == 0.0, torch.ones_like(total), total), (top + total.log()).squeeze(-1)
+
+
+def _softmax(q_NQD: Tensor, k_GKD: Tensor, v_GKD: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """out and lse in float32; any leading dimensions, heads are dimension -3; lse of a row without a key is -inf."""
+    weights, lse = _weights(q_NQD, k_GKD, bias, scale)
+    return weights @ _by_query_head(v_GKD, q_NQD), lse
 
 
 def _grads(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, ...]:
-    """dq, dk and dv of `_softmax`, in the dtypes of q, k and v."""
-    with torch.enable_grad():
-        leaves = [x.detach().float().requires_grad_() for x in (q, k, v)]
-        out, _ = _softmax(*leaves, bias, scale)
-        grads = torch.autograd.grad(out, leaves, dout.float())
-    return tuple(g.to(x.dtype) for g, x in zip(grads, (q, k, v)))
+    """dq, dk and dv of `_softmax`, in the dtypes of q, k and v. By formulas, because autograd does not record what the
+    implementation of an operator does, such as FlashAttention-3's."""
+    weights, dout = _weights(q, k, bias, scale)[0], dout.float()
+    dweights = dout @ _by_query_head(v, q).transpose(-1, -2)
+    dscores = weights * (dweights - (dweights * weights).sum(-1, keepdim=True)) * scale
+    dk, dv = dscores.transpose(-1, -2) @ q.float(), weights.transpose(-1, -2) @ dout
+    dk, dv = (g.unflatten(-3, (k.shape[-3], -1)).sum(-3) for g in (dk, dv))
+    return (dscores @ _by_query_head(k, q)).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _window(sq: int, skv: int, left: int, right: int, longest: int) -> Tensor:
