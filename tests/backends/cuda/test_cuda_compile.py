@@ -31,8 +31,9 @@ def test_every_kernel_compiles_without_warnings_and_without_spills(name, archite
     spilled = [u for u in result.usage if u.spill_stores or u.spill_loads or u.stack]
     assert not spilled
     # 256 threads of 128 registers: two blocks fit into a multiprocessor's 65,536. Attention's blocks have 128 threads,
-    # of which three fit, or two where the accumulators are large.
-    two = re.compile(r"attention_(fwd<(f32, 128|b?f16, 256)|dkv<(f32, \d+|b?f16, (128|256)))>")
+    # of which three fit, or two where the accumulators are large. A norm's gradient for rows of four vectors per thread
+    # holds two rows and their sums: one block of 256 threads, which on an H100 keeps 89 % of the copy bandwidth.
+    two = re.compile(r"attention_(fwd<(f32, 128|b?f16, 256)|dkv<(f32, \d+|b?f16, (128|256)))>|norm_bwd_held<.*, 4>")
     three = re.compile(r"attention_(fwd|dq|dkv)<")
     for u in result.usage:
         most = 255 if two.match(u.kernel) else 168 if three.match(u.kernel) else 128

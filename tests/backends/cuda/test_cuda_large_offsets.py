@@ -96,7 +96,7 @@ def cross_entropy_gradient() -> tuple[Tensor, Tensor]:
 
 # call -> (kernel file, offset, offset in 32 bits)
 CALLS: dict[Callable[[], tuple[Tensor, Tensor]], tuple[str, str, str]] = {
-    rms_norm: ("norm.cu", "x_ + row * width", "x_ + (int)(row * width)"),
+    rms_norm: ("norm.cu", "fetch<V>(x + row * width + j)", "fetch<V>(x + (int)(row * width) + j)"),
     softmax: ("softmax.cu", "x_ + r * sk", "x_ + (int)(r * sk)"),
     softmax_gradient: ("softmax.cu", "dx_ + r * sk", "dx_ + (int)(r * sk)"),
     cross_entropy: ("cross_entropy.cu", "z_ + row * width", "z_ + (int)row * width"),
