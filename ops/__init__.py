@@ -6,6 +6,7 @@ if __name__ != "hal.ops":
 
 from .activation import bias_gelu, geglu, swiglu
 from .attention import alibi_bias, band_mask, draw_shape, flash_attention
+from .attention_merge import merge_attention
 from .composite import (
     add_layer_norm,
     add_rms_norm,
@@ -54,6 +55,7 @@ __all__ = [
     "linear_reduce_scatter",
     "linear_wgrad",
     "mappings",
+    "merge_attention",
     "moe_balance_sums",
     "moe_drop",
     "moe_router",

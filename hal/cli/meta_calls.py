@@ -166,6 +166,16 @@ def _qk_norm_rotary(z: _Sizes, t: Make) -> dict[str, Any]:
     return {"q": q, "k": k, "q_weight": t(z.d), "k_weight": t(z.d), **arguments}
 
 
+def _merge_attention(z: _Sizes, t: Make) -> dict[str, Any]:
+    single, result, lse = torch.float32, (z.s, z.b, z.n, z.d), (z.b, z.n, z.s)
+    return {
+        "out": t(*result, kind=single),
+        "lse": t(*lse, kind=single),
+        "part": t(*result),
+        "part_lse": t(*lse, kind=single),
+    }
+
+
 def _adamw(z: _Sizes, t: Make) -> dict[str, Any]:
     lists = {n: [t(z.f, z.h, kind=torch.float32)] for n in ("params", "exp_avgs", "exp_avg_sqs")}
     return {**lists, "grads": [t(z.f, z.h)], "step": 1, "lr": 1e-3}
@@ -226,6 +236,7 @@ _MAKERS: dict[str, Callable[[_Sizes, Make], dict[str, Any]]] = {
     },
     "grouped_swiglu": lambda z, t: {"x": t(z.s * z.b * _TOPK, 2 * z.f), "probs": t(z.s * z.b * _TOPK)},
     "cross_entropy": lambda z, t: {"logits": t(z.s, z.b, z.v), "target": t(z.s, z.b, kind=torch.int64)},
+    "merge_attention": _merge_attention,
     "add_rms_norm": lambda z, t: {"x": t(z.s, z.b, z.h), "residual": t(z.s, z.b, z.h), "weight": t(z.h)},
     "add_layer_norm": lambda z, t: {
         "x": t(z.s, z.b, z.h),

@@ -381,7 +381,7 @@ class Why:
         lines = [f"{self.op} on backend '{self.backend}'" + (f" (pinned to {self.pin})" if self.pin else "") + ":"]
         for id, reasons in self.reasons.items():
             mark = "chosen" if id == self.chosen else ("accepts" if not reasons else "refuses: " + "; ".join(reasons))
-            name = f"composition of {', '.join(self.parts)}" if id == COMPOSITION else id
+            name = f"composition of {', '.join(self.parts) or 'torch functions'}" if id == COMPOSITION else id
             lines.append(f"  {name}: {mark}")
         if not self.reasons:
             lines.append("  no implementation is registered")

@@ -236,8 +236,8 @@ class Op(Generic[P, R]):
         self._candidates: Callable[..., Any] | None = None
         functools.update_wrapper(self, reference)
         require_takes_call(check, f"check of op '{self.name}'")
-        if (decompose is None) != (not parts):
-            raise HalError(f"op '{self.name}': decompose and parts (the ops that it calls) must be given together")
+        if parts and decompose is None:
+            raise HalError(f"op '{self.name}': parts are the ops that decompose calls, which is not given")
         if decompose is not None:
             require_same_signature(self, decompose, f"decompose of op '{self.name}'")
         self.decompose = decompose and passing_known(self, decompose)
@@ -390,9 +390,11 @@ def op(
     nondiff_outputs: indices of outputs (when the result is a tuple) that carry no gradient.
     hints: keyword-only flags that permit something and never change a result. An implementation may leave them out,
         so a backend that was written before the op had the hint keeps working.
-    decompose: for a composite op: a function with the reference's signature that computes the op by calling other ops.
-        It runs where a backend has no implementation that accepts the call, and is differentiable through those ops.
-    parts: the ops that decompose calls. parts_of: those that it calls for one `Call`, by plain values, if not all.
+    decompose: for a composite op: a function with the reference's signature that computes the op by calling other ops,
+        or torch's functions alone. It runs where a backend has no implementation that accepts the call, and is
+        differentiable through those ops.
+    parts: the ops that decompose calls, if any. parts_of: those that it calls for one `Call`, by plain values, if not
+        all.
     version: raised when the op's meaning or required parameters change. Implementations written for another version
         stay registered and refuse every call.
     choice: the output in which close values may be exchanged, if there is one.

@@ -148,6 +148,10 @@ _MISTAKES: Mapping[str, Mapping[str, Change]] = {
         "a call without the sinks": _set(sinks=None),
         "a window that is aligned with the last query and key": _set(top_left=False),
     },
+    "merge_attention": {
+        "the shares of the other result": lambda a: {**a, "lse": a["part_lse"], "part_lse": a["lse"]},
+        "equal shares": lambda a: {**a, "lse": a["part_lse"]},
+    },
     "scale_mask_softmax": {
         "scale=1": _set(scale=1.0),
         "an inverted mask": _tensor("mask", torch.logical_not),

@@ -90,9 +90,9 @@ class Ring:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
-    """q [c, b, n, d], k [c, b, g, d], v [c, b, g, e] of two chunks -> (out [c, b, n, e], log-sum-exp [c, b, n, 1])."""
+    """q [c, b, n, d], k [c, b, g, d], v [c, b, g, e] of two chunks -> (out [c, b, n, e], log-sum-exp [b, n, c])."""
     out, lse = ops.flash_attention(q, k, v, layout="SBND", return_lse=True, **how)
-    return out, lse.permute(2, 0, 1)[..., None]
+    return out, lse
 
 
 class _RingAttention(torch.autograd.Function):
@@ -104,17 +104,14 @@ class _RingAttention(torch.autograd.Function):
         """q [2c, b, n, d], k [2c, b, g, d], v [2c, b, g, e] -> [2c, b, n, e]."""
         c, size, rank = q.shape[0] // 2, ring.comm.size, ring.comm.rank
         out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float32, device=q.device)
-        lse = torch.full((*q.shape[:3], 1), -math.inf, dtype=torch.float32, device=q.device)
+        lse = torch.full((*q.shape[1:3], 2 * c), -math.inf, dtype=torch.float32, device=q.device)
         kv = [k.contiguous(), v.contiguous()]
         for step in range(size):
             # The transfer of the next step's keys and values overlaps with the computation of this step.
             arriving = ring.ring_step(kv) if step + 1 < size else None
             for at_q, at_k, q_start, k_start, window in ring.pairs((rank - step) % size, c):
-                part, part_lse = _attend(q[at_q], kv[0][at_k], kv[1][at_k], **window, **ring.dropout(q_start, k_start))
-                # Each partial result is normalised by its own sum, so both are rescaled to the sum of both.
-                total = torch.logaddexp(lse[at_q], part_lse)
-                out[at_q] = out[at_q] * _share(lse[at_q], total) + part * _share(part_lse, total)
-                lse[at_q] = total
+                part = _attend(q[at_q], kv[0][at_k], kv[1][at_k], **window, **ring.dropout(q_start, k_start))
+                out[at_q], lse[..., at_q] = ops.merge_attention(out[at_q], lse[..., at_q], *part)
             if arriving is not None:
                 kv = arriving()
         result = out.to(q.dtype)
@@ -135,7 +132,7 @@ class _RingAttention(torch.autograd.Function):
             arriving = ring.ring_step(kv) if step + 1 < size else None
             for at_q, at_k, q_start, k_start, window in ring.pairs((rank - step) % size, c):
                 block = (q[at_q], kv[0][at_k], kv[1][at_k])
-                rest = (out[at_q], lse[at_q], dout[at_q])
+                rest = (out[at_q], lse[..., at_q], dout[at_q])
                 grads = _block_gradients(block, rest, window, ring.dropout(q_start, k_start))
                 for total, at, grad in zip((dq, *dkv), (at_q, at_k, at_k), grads):
                     total[at] += grad
@@ -147,8 +144,9 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _share(part: Tensor, total: Tensor) -> Tensor:
-    """exp(part - total) of log-sum-exps [c, b, n, 1]; 0 for rows without visible keys."""
-    return torch.where(total == -math.inf, torch.zeros_like(total), torch.exp(part - total))
+    """exp(part - total) [c, b, n, 1] of log-sum-exps [b, n, c]; 0 for rows without visible keys."""
+    share = torch.where(total == -math.inf, torch.zeros_like(total), torch.exp(part - total))
+    return share.permute(2, 0, 1)[..., None]
 
 
 def _block_gradients(
@@ -159,7 +157,7 @@ def _block_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of one block of keys, given the full row's output, log-sum-exp and output gradient.
 
-    block: q [c, b, n, d], k [c, b, g, d] and v [c, b, g, e]. rest: out and dout [c, b, n, e], log-sum-exp [c, b, n, 1].
+    block: q [c, b, n, d], k [c, b, g, d] and v [c, b, g, e]. rest: out and dout [c, b, n, e], log-sum-exp [b, n, c].
 
     Let w be the block's share of the row, P the softmax within the block and O_b its output. Then dv is the value
     gradient of the block for the output gradient w dO. The gradient of the scores is wP (dP - rowsum(dO O)), but the

@@ -176,6 +176,21 @@ def along(*names: str, dim: int = 0, run: int = RUN, drawn: int = 4, outputs: in
     return blocks
 
 
+def queries(arguments: Arguments, draw: random.Random) -> Iterator[Block]:
+    """merge_attention: adjacent queries, dimension 0 of the results and dimension 2 of the log-sum-exps."""
+    count = arguments["out"].shape[0]
+    for start in _starts(arguments["out"], 0, draw, run=RUN, drawn=4):
+        length = min(RUN, count - start)
+        rows, statistics = _narrow(0, start, length), _narrow(2, start, length)
+        picks = {"out": rows, "part": rows, "lse": statistics, "part_lse": statistics}
+
+        def part(rows: Pick = rows, picks: Mapping[str, Pick] = picks) -> Part:
+            return Part(cut_out(arguments, picks), rows)
+
+        compared = {label: (label, pick) for label, pick in zip(_labels(2), (rows, statistics))}
+        yield Block(f"queries {start} to {start + length - 1} of {count}", _one(part), compared, picks)
+
+
 def columns(*, gated: bool = False, **dims: int) -> Blocks:
     """Blocks of adjacent columns, for an op whose columns do not depend on each other.
 

@@ -32,6 +32,7 @@ from .blocks import (
     in_place,
     overflow,
     packed_attention,
+    queries,
     sums,
     table_rows,
     tokens_of_rows,
@@ -254,6 +255,12 @@ def _masked(shape: tuple[int, ...]) -> TensorSpec:
     return TensorSpec(shape, "bool", p=0.3, dtype=torch.bool)
 
 
+def _merged(tokens: int, batch: int, heads: int, d: int) -> Sample:
+    single = torch.float32
+    result, lse = (tokens, batch, heads, d), TensorSpec((batch, heads, tokens), scale=3.0, dtype=single)
+    return Sample((TensorSpec(result, dtype=single), lse, TensorSpec(result), lse))
+
+
 def _attentions() -> list[Case]:
     causal: dict[str, Any] = {"next_tokens": 0}
     lse = functools.partial(attention, lse=True)
@@ -336,6 +343,8 @@ def _attentions() -> list[Case]:
         case(
             "packed sequences", _packed((4096, 1, 5003), 8, 2, 128), _packed((300, 1, 271), 4, 2, 16), packed_attention
         ),
+        Case("merge_attention", "100,000 tokens", _merged(100_003, 1, 8, 64), _merged(1500, 1, 4, 16), queries),
+        Case("merge_attention", "heads of 192", _merged(4096, 2, 16, 192), _merged(300, 2, 4, 24), queries),
     ]
 
 

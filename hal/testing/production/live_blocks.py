@@ -160,6 +160,7 @@ _BLOCKS: Mapping[str, Callable[[Arguments], Blocks | None]] = {
     "cross_entropy": _always(blocks.along("logits", "target")),
     "linear_cross_entropy": _always(blocks.along("x", "target")),
     "flash_attention": _attention,
+    "merge_attention": _always(blocks.queries),
     "scale_mask_softmax": _softmax,
     "moe_router": _always(blocks.along("logits", outputs=2)),
     "unpermute": _always(blocks.tokens_of_rows),

@@ -122,6 +122,18 @@ def grouped(groups: int, last: int = 1) -> Thunk:
     return call
 
 
+def ring(s: int, n: int, d: int, packed: bool = False) -> Thunk:
+    def call() -> object:
+        x = zeros(s, n, d) if packed else zeros(s, 2, n * d)
+        stats = torch.ones((s, n, 8) if packed else (2, n, s, 8)).npu()
+        how: dict[str, Any] = {}
+        if packed:
+            how = {"actual_seq_qlen": torch.tensor([0, s]).npu(), "input_layout": "TND", "input_softmax_layout": "TND"}
+        return torch.ops.npu.npu_ring_attention_update(x, stats, stats, x, stats, stats, **how)
+
+    return call
+
+
 M = 1 << 20
 half, bf16, single = torch.float16, torch.bfloat16, torch.float32
 CALLS: dict[str, list[tuple[Thunk, Thunk]]] = {
@@ -153,6 +165,12 @@ CALLS: dict[str, list[tuple[Thunk, Thunk]]] = {
     "attention.sink": [(attention(n=3, sink=3), attention(n=3, sink=2))],
     "attention.statistics": [(gradient(2, 3, 4, 8), gradient(2, 3, 4, 1))],
     "attention.packed_statistics": [(gradient(4, 3, 8, layout="TND"), gradient(4, 3, 1, layout="TND"))],
+    "ring.elements": [(ring(1, 3, 8), ring(0, 3, 8))],
+    "ring.packed_heads": [(ring(2, 256, 64, True), ring(2, 257, 64, True))],
+    "ring.packed_head_size": [
+        (ring(2, 3, 768, True), ring(2, 3, 832, True)),
+        (ring(2, 3, 128, True), ring(2, 3, 96, True)),
+    ],
     "rotary.head_size": [(rotary((1, 2, 2, 894), (1, 2, 1, 894)), rotary((1, 2, 2, 896), (1, 2, 1, 896)))],
     "rotary.dimensions": [(rotary((2, 2, 4), (2, 1, 4)), rotary((1, 2, 2, 2, 4), (1, 2, 1, 1, 4)))],
     "rotary.half_batch": [(rotary((999, 2, 2, 64), (999, 2, 1, 64)), rotary((1000, 2, 1000, 2), (1000, 2, 1, 2)))],
@@ -176,7 +194,7 @@ CALLS: dict[str, list[tuple[Thunk, Thunk]]] = {
     "grouped.groups": [(grouped(1024), grouped(1025))],
     "grouped.last_size": [(grouped(1, 65535), grouped(1, 65536))],
 }  # fmt: skip
-ELSEWHERE = {"hccl.reduced", "hccl.product", "softmax.size", "attention.packed_mask_rows"}
+ELSEWHERE = {"hccl.reduced", "hccl.product", "softmax.size", "attention.packed_mask_rows", "ring.statistics"}
 ELSEWHERE |= {id for id in CONSTRAINTS if id.startswith("mc2.")}  # test_mc2.py
 """Whose calls need processes of their own: other ranks, or because a refusal stops the device's queue."""
 CASES = [(id, i, *pair) for id, pairs in CALLS.items() for i, pair in enumerate(pairs)]
@@ -236,6 +254,10 @@ x, lengths = torch.ones(4, 1, 8).npu(), {{"actual_seq_qlen": [4], "actual_seq_kv
 mask = torch.ones(4, 4).triu({diagonal}).bool().npu()
 torch.ops.npu.npu_fusion_attention(x, x, x, 1, "TND", atten_mask=mask, sparse_mode=1, **lengths)
 """
+RING = """
+x, stats = torch.ones(4, 1, 8).npu(), torch.ones(1, 2, 4, 8).npu()
+torch.ops.npu.npu_ring_attention_update(x, stats * {maximum}, stats, x, stats, stats)
+"""
 
 
 @pytest.mark.slow
@@ -244,6 +266,7 @@ torch.ops.npu.npu_fusion_attention(x, x, x, 1, "TND", atten_mask=mask, sparse_mo
     [
         ("softmax.size", SOFTMAX.format(size=32), SOFTMAX.format(size=40)),
         ("softmax.size", SOFTMAX.format(size=4096), SOFTMAX.format(size=4128)),
+        ("ring.statistics", RING.format(maximum=2), RING.format(maximum=-2)),
         # The first row of this triangle is all ones.
         ("attention.packed_mask_rows", PACKED.format(diagonal=1), PACKED.format(diagonal=0)),
     ],
@@ -286,8 +309,9 @@ def _reduced(names: list[str], op: str, scatter: bool) -> dict[str, bool]:
 )
 def test_reductions_over_hccl(id: str, op: str, refused: list[str], scatter: bool) -> None:
     accepted = CONSTRAINTS[id].value.split()
-    # torch_npu's task queue can wait for ever after a refused call: a task that is written while its consumer ends stays
-    # in the queue (NPUQueue.cpp, Repository::ReadQueue and MakeSureQueueEmpty). Without the queue calls refuse at once.
+    # torch_npu's task queue can wait for ever after a refused call, because a task that is written while its consumer
+    # ends stays in the queue (NPUQueue.cpp, Repository::ReadQueue, MakeSureQueueEmpty). Without it, calls refuse at
+    # once.
     without_queue = {"ASCEND_LAUNCH_BLOCKING": "1"}
     # A refused call ends the communicator, so each has a job of its own.
     for names, works in ((accepted, True), *(([name], False) for name in refused)):

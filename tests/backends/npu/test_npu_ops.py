@@ -26,6 +26,7 @@ EXPECTED_DECLINES = {
 }
 VENDOR = {
     "flash_attention": "npu/fusion_attention",
+    "merge_attention": "npu/ring_attention_update",
     "scale_mask_softmax": "npu/scaled_masked_softmax",
     "layer_norm": "npu/native",
     "rms_norm": "npu/rms_norm",

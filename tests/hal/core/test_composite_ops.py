@@ -133,10 +133,20 @@ def test_a_composition_is_declared_with_its_parts(toy):
         return 3 * x
 
     declare = {"check": lambda call: None, "tol": {}, "samples": lambda: None}
-    with pytest.raises(hal.HalError, match=r"decompose and parts .* must be given together"):
-        hal.op(decompose=lambda x: x, **declare)(thrice)
+    with pytest.raises(hal.HalError, match="op 'thrice': parts are the ops that decompose calls, which is not given"):
+        hal.op(parts=(toy,), **declare)(thrice)
     with pytest.raises(hal.HalError, match="decompose of op 'thrice' must have the signature of the reference"):
         hal.op(decompose=lambda y: y, parts=(toy,), **declare)(thrice)
+
+
+def test_a_composition_of_torch_functions_needs_no_op(isolated, make_backend):
+    def thrice(x: Tensor) -> Tensor:
+        return 3 * x
+
+    op = hal.op(check=lambda call: None, tol={}, samples=lambda: None, decompose=lambda x: x + x + x)(thrice)
+    with hal.activated(make_backend()()):
+        assert op(X).tolist() == [3.0, 3.0]
+        assert str(hal.why(op, X)) == "thrice on backend 'cpu_toy':\n  composition of torch functions: chosen"
 
 
 def test_an_id_of_a_composition_is_reserved(twice, make_backend):

@@ -124,6 +124,24 @@ def elements_beyond_the_last_whole_block_dropped(x, weight, **rest):
     return ops.scaled_linear.reference(x=kept, weight=weight, **rest)
 
 
+@production(ops.merge_attention, "output 0")
+@faults(ops.merge_attention, "output 0: error of", "the shares of the other result")
+def shares_exchanged(out, lse, part, part_lse):
+    return ops.merge_attention.reference(out, part_lse, part, lse)
+
+
+@faults(ops.merge_attention, "output 0: error of", "equal shares")
+def mean_of_both_results(out, lse, part, part_lse):
+    _, total = ops.merge_attention.reference(out, lse, part, part_lse)
+    return (out + part) / 2, total
+
+
+@faults(ops.merge_attention, "output 1: error of")
+def largest_instead_of_the_sum(out, lse, part, part_lse):
+    merged, _ = ops.merge_attention.reference(out, lse, part, part_lse)
+    return merged, torch.maximum(lse, part_lse)
+
+
 @pytest.mark.parametrize("op, function, texts", faults.cases)
 def test_a_fault_is_caught_in_float32(op, function, texts):
     report, messages = verdict(plant(op, function), op, examples=0)

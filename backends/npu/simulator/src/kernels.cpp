@@ -172,6 +172,24 @@ Three layer_norm_backward(const Tensor& grad, const Tensor& x, const std::vector
   return {wanted.at(0) ? dx : Tensor(), wanted.at(1) ? over_rows(g * normal) : Tensor(), wanted.at(2) ? over_rows(g) : Tensor()};
 }
 
+Three ring_update(const Tensor& a, const Tensor& a_max, const Tensor& a_sum, const Tensor& b, const Tensor& b_max,
+                  const Tensor& b_sum, const std::string& layout) {
+  // ring.statistics of constraints.csv.
+  for (const Tensor& x : {a_max, a_sum, b_max, b_sum})
+    TORCH_CHECK(at::logical_and(x > 0, x == x.narrow(-1, 0, 1)).all().item<bool>(), "the eight numbers of each maximum and sum must be equal and positive");
+  Tensor max = at::maximum(a_max, b_max);
+  Tensor a_scaled = a_sum * at::exp(a_max - max), b_scaled = b_sum * at::exp(b_max - max), sum = a_scaled + b_scaled;
+  auto share = [&](const Tensor& scaled) {
+    Tensor one = (scaled / sum).narrow(-1, 0, 1);
+    return layout == "SBH" ? one.permute({2, 0, 1, 3}) : one;
+  };
+  auto heads = [&](const Tensor& x) {
+    return layout == "SBH" ? f32(x).reshape({x.size(0), x.size(1), max.size(1), -1}) : f32(x);
+  };
+  Tensor out = heads(a) * share(a_scaled) + heads(b) * share(b_scaled);
+  return {out.reshape(a.sizes()), max, sum};
+}
+
 std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double eps) {
   auto tail = dims(gamma, {});
   for (auto& d : tail) d -= gamma.dim();

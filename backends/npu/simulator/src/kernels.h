@@ -38,6 +38,10 @@ Tensor softmax(const Tensor& x, int64_t dim, const Tensor& out);
 Tensor log_softmax(const Tensor& x, int64_t dim, const Tensor& out);
 
 using Three = std::tuple<Tensor, Tensor, Tensor>;
+// Attention over two sets of keys from the results over each, [s, b, n d] (SBH) or [t, n, d] (TND), with their maxima and
+// sums [b, n, s, 8] or [t, n, 8]: the result, and the maxima and sums of both.
+Three ring_update(const Tensor& a, const Tensor& a_max, const Tensor& a_sum, const Tensor& b, const Tensor& b_max,
+                  const Tensor& b_sum, const std::string& layout);
 Three layer_norm(const Tensor& x, const std::vector<int64_t>& shape, const Tensor& weight, const Tensor& bias, double eps);
 Three layer_norm_backward(const Tensor& grad, const Tensor& x, const std::vector<int64_t>& shape, const Tensor& mean,
                           const Tensor& rstd, const Tensor& weight, const Tensor& bias, const std::vector<bool>& wanted);

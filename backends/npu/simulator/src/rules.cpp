@@ -110,6 +110,25 @@ void few_groups(const char* op, const Tensor& ends, const Tensor& x, const Tenso
 }
 }  // namespace
 
+void ring_update(const char* op, const Tensor& a, const Tensor& a_max, const Tensor& b, const Tensor& lengths,
+                 const std::string& layout, const std::string& stats) {
+  require(layout == "SBH" || layout == "TND", op, "the layout must be SBH or TND, got " + layout);
+  tile(a.numel() > 0, op, "out has no elements: " + c10::str(a.sizes()));
+  tile(a.dim() == 3 && a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type(), op, "two results of one shape and dtype with 3 dimensions");
+  if (layout == "SBH") {
+    bool fits = a_max.dim() == 4 && a_max.size(0) == a.size(1) && a_max.size(2) == a.size(0) && a.size(2) % a_max.size(1) == 0;
+    tile(fits, op, "statistics " + c10::str(a_max.sizes()) + " must be [B, N, S, 8] of out [S, B, H] " + c10::str(a.sizes()));
+    return;
+  }
+  require(stats == "TND", op, "the simulator takes statistics of packed sequences in layout TND");
+  tile(lengths.defined(), op, "packed sequences need their lengths");
+  bool fits = a_max.dim() == 3 && a_max.size(0) == a.size(0) && a_max.size(1) == a.size(1);
+  tile(fits, op, "statistics " + c10::str(a_max.sizes()) + " must be [T, N, 8] of out [T, N, D] " + c10::str(a.sizes()));
+  tile(limits::ring_packed_heads.holds(a.size(1)), op, "at most 256 heads, got " + std::to_string(a.size(1)));
+  tile(a.size(2) % 64 == 0 && limits::ring_packed_head_size.holds(a.size(2)), op,
+       "D must be a multiple of 64 in 64..768, got " + std::to_string(a.size(2)));
+}
+
 void chosen(const char* op, const Tensor& x, const Tensor& finished, int64_t k) {
   require(x.dim() == 2 || x.dim() == 3, op, "x must have 2 or 3 dimensions, got " + c10::str(x.sizes()));
   tile(k >= 0 && k <= x.size(-1) && k <= limits::moe_top_k.most, op, "k must be in 0.." + std::to_string(x.size(-1)) + " and at most 1024");

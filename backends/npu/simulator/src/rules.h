@@ -11,6 +11,9 @@ void even(const char* op, const Tensor& x, int64_t dim);
 void rotary(const char* op, const Tensor& x, const Tensor& cos, int64_t mode);
 // The sizes of gamma are the last ones of x, and its dtype is that of x, or float32 beside 16 bits.
 void normalized(const char* op, const Tensor& x, const Tensor& gamma);
+// No empty tensors; shapes of the statistics by layout; packed: lengths, at most 256 heads of a multiple of 64 up to 768.
+void ring_update(const char* op, const Tensor& a, const Tensor& a_max, const Tensor& b, const Tensor& lengths,
+                 const std::string& layout, const std::string& stats);
 // [B, N, S, T] with S and T multiples of 32 in 32..4096, a bool mask that broadcasts to it, no fixed_triu_mask.
 void scaled_masked_softmax(const char* op, const Tensor& x, const Tensor& mask, bool fixed_triu_mask);
 // The limits of the operators for mixtures of experts (aclnnMoeGatingTopKSoftmaxV2, aclnnMoeTokenPermute,
