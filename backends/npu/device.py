@@ -25,6 +25,7 @@ from .device_specs import DEVICE_SPECS
 _NEEDED = {
     "npu/moe_token_unpermute": "npu_moe_token_unpermute_grad",
     "npu/gating_top_k_softmax": "npu_moe_gating_top_k_softmax_v2",
+    "npu/ring_attention_update": "npu_ring_attention_update",
 }
 """Id of an implementation -> its operator that older releases of torch_npu lack."""
 

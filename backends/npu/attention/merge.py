@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -21,9 +20,6 @@ _LEAST = -87.0
 
 
 def _why_not(call: Call) -> Sequence[str]:
-    # `hal why` asks without loading torch_npu.
-    if "torch_npu" in sys.modules and not hasattr(torch.ops.npu, "npu_ring_attention_update"):
-        return ["this torch_npu has no npu_ring_attention_update"]
     if not call.out.numel():
         return [f"out {tuple(call.out.shape)} without elements (aclnnRingAttentionUpdate takes none)"]
     return reasons(call.out, call.lse, call.part, call.part_lse)
