@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..core.torch_versions import release
 from ..errors import CollectiveFailed, CollectiveTimeout, ContractError, HalError
 from .contract import Comm, Message, SingleRankComm, Work, average
 from .network import interface_to
@@ -57,6 +58,10 @@ class Transport:
                 raise HalError(f"transport '{self.backend}': {carrier} cannot carry {dtype}: values would be lost")
 
 
+# The rest of an emulation costs nothing here, because gloo itself makes an all_reduce and copies from the result.
+_GLOO_ADDS = {
+    "reduce_scatter": "before torch 2.8, gloo adds whatever the reduction is (pytorch/pytorch pull request 149869)"
+}
 _GLOO_DTYPES = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128),
     *(torch.int8, torch.uint8, torch.int32, torch.int64),
@@ -70,7 +75,8 @@ def _gloo_refuses(collective: str, dtype: torch.dtype, op: str | None) -> Sequen
 
 GLOO = Transport(
     "gloo",
-    emulate={"avg": "gloo has no average (integers fail, floats depend on torch's version)"},
+    emulate=({} if release() >= (2, 8) else _GLOO_ADDS)
+    | {"avg": "gloo has no average (integers fail, floats depend on torch's version)"},
     carry={
         torch.bool: (torch.int32, "gloo adds bool as bytes, which wrap at 256 ranks"),
         torch.int16: (torch.int32, "gloo has no 16-bit integers"),

@@ -7,6 +7,7 @@ addition. The count of a rank that has stopped or hangs no longer increases, whi
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..core.torch_versions import own_connection
 from ..errors import ContractError
 
 INTERVAL = 0.5
@@ -75,7 +77,7 @@ class GroupProgress:
     def _published(self) -> dict[int, tuple[int, str]]:
         """The counts of the other ranks, with the name of their latest collective; empty without an answer."""
         try:
-            store = self._world.store.clone()
+            store = self._world.connect()
             self.publish(store)
             threading.Event().wait(2 * INTERVAL)  # the others' latest counts may not be published yet
             return {r: self._read(store, r) for r in range(self._size) if r != self._rank}
@@ -97,15 +99,21 @@ class Progress:
 
     def __init__(self, world: Any) -> None:
         self.world: Any = world
-        self.store: Any = dist.PrefixStore(  # type: ignore[attr-defined]
-            "hal.progress", dist.distributed_c10d._get_default_store()
-        )
         self.groups: list[GroupProgress] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="hal-progress", daemon=True)
         self._thread.start()
         # A thread that is inside the store's C++ code when the interpreter ends would abort the process.
         atexit.register(self._end)
+
+    def connect(self) -> Any:
+        """A new connection to the world's store, with keys of its own."""
+        default = dist.distributed_c10d._get_default_store()
+        # torchrun keeps its store when it starts the processes again.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return dist.PrefixStore(  # type: ignore[attr-defined]
+            f"hal.progress/{attempt}", own_connection(default)
+        )
 
     @classmethod
     def of_world(cls) -> Progress:
@@ -130,7 +138,7 @@ class Progress:
         is the one that did not time out.
         """
         try:
-            store = self.store.clone()
+            store = self.connect()
             store.set(f"lost/{rank}", "")
             end = time.monotonic() + seconds
             while True:
@@ -156,7 +164,7 @@ class Progress:
         try:
             while not self._stop.wait(INTERVAL):
                 # A separate connection, because another thread may be waiting for an answer on the first one.
-                store = store or self.store.clone()
+                store = store or self.connect()
                 for group in list(self.groups):
                     group.publish(store)
         except RuntimeError:

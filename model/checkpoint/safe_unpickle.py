@@ -19,12 +19,12 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from hal import HalError
 from hal.untrusted import has_own_hash, read_bytes, shown
 
 from . import restricted_pickle
+from .dcp import load_alone
 from .restricted_pickle import INERT, Global, InvalidPickle, UnsafeFile
 from .torch_archive import MAX_PICKLE_BYTES, are_counts, load_archive, shared_global
 
@@ -188,8 +188,8 @@ def read_tensors(source: SafeReader, tensors: Mapping[str, torch.Tensor]) -> Non
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            # no_dist: each rank reads its own shards; the names and shapes differ between ranks.
-            load(dict(tensors), storage_reader=source, no_dist=True)
+            # Alone, because each rank reads its own shards: the names and shapes differ between ranks.
+            load_alone(tensors, source)
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
         if isinstance(cause, HalError) or not isinstance(cause, Exception):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint.state_dict_saver as dcp
+import torch.distributed.checkpoint.state_dict_saver as saver
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -24,6 +24,7 @@ from hal import Comm, HalError, SingleRankComm
 
 from ..common.atomic_files import beside, make_folder, new_token, publish, write_text
 from ..config.schema import ConfigError
+from .dcp import ALONE, save_alone
 from .lineage import holds, prune
 from .reader import (
     LATEST,
@@ -124,12 +125,15 @@ class Saver:
 
         deferred = any(isinstance(x, DeferredTensor) for x in tensors.values())
         writer = _Writer(beside(folder, token), complete, single_file=not deferred)
-        options: dict[str, Any] = {"storage_writer": writer, "no_dist": self.world.size == 1}
-        if not self.background:
-            self._conclude(folder, writer, lambda: dcp.save(dict(tensors), **options))
-        else:
-            saving: Any = dcp.async_save(dict(tensors), **options, process_group=self._group())
+        alone = self.world.size == 1
+        if self.background:
+            options = ALONE if alone else {"process_group": self._group()}
+            saving: Any = saver.async_save(dict(tensors), storage_writer=writer, **options)
             self._in_progress = folder, writer, saving
+        elif alone:
+            self._conclude(folder, writer, lambda: save_alone(tensors, writer))
+        else:
+            self._conclude(folder, writer, lambda: saver.save(dict(tensors), storage_writer=writer))
         return folder
 
     def finished(self) -> list[Path]:

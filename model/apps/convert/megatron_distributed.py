@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from hal import HalError
 from hal.untrusted import read_json, shown
 
+from ...checkpoint.dcp import save_alone
 from ...checkpoint.reader import LATEST, RELEASE, folder_of, tracked
 from ...checkpoint.safe_unpickle import SafeReader, empty_tensors, read_tensors
 from ...checkpoint.torch_archive import load_state
@@ -83,7 +84,7 @@ def write(weights: Weights, root: Path, *, divisible_by: int = 128) -> Path:
     with publish_folder(folder_of(root, RELEASE)) as new:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            save(content, checkpoint_id=new, planner=_Planner(), no_dist=True)
+            save_alone(content, FileSystemWriter(new, single_file_per_rank=False), _Planner())
         torch.save(common, new / "common.pt")
         write_text(new / "metadata.json", json.dumps(_FORMAT))
     write_text(root / LATEST, f"{RELEASE}\n")
