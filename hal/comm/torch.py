@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core.torch_versions import release
 from ..errors import CollectiveFailed, CollectiveTimeout, ContractError, HalError
 from .contract import Comm, Message, SingleRankComm, Work, average
 from .network import interface_to
@@ -75,7 +74,7 @@ def _gloo_refuses(collective: str, dtype: torch.dtype, op: str | None) -> Sequen
 
 GLOO = Transport(
     "gloo",
-    emulate=({} if release() >= (2, 8) else _GLOO_ADDS)
+    emulate=(_GLOO_ADDS if torch.__version__.startswith(("2.6.", "2.7.")) else {})
     | {"avg": "gloo has no average (integers fail, floats depend on torch's version)"},
     carry={
         torch.bool: (torch.int32, "gloo adds bool as bytes, which wrap at 256 ranks"),

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core.torch_versions import own_connection
 from ..errors import ContractError
 
 INTERVAL = 0.5
@@ -92,6 +91,20 @@ class GroupProgress:
         return int(seq), op
 
 
+def _own_connection(store: Any) -> Any:
+    """A store with the contents of a process group's store, and with a connection of its own.
+
+    torch 2.6 cannot clone a store. There the new store is the one below all prefixes, which on every rank is the same.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    torch_dist: Any = dist
+    base = store._underlying_non_prefix_store if isinstance(store, torch_dist.PrefixStore) else store
+    if isinstance(base, torch_dist.TCPStore):
+        return torch_dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False, timeout=base.timeout)
+    return base  # of files or of one process, without connections
+
+
 class Progress:
     """Publishes the counts of all groups of this process, in a separate thread."""
 
@@ -112,7 +125,7 @@ class Progress:
         # torchrun keeps its store when it starts the processes again.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(  # type: ignore[attr-defined]
-            f"hal.progress/{attempt}", own_connection(default)
+            f"hal.progress/{attempt}", _own_connection(default)
         )
 
     @classmethod

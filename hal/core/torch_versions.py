@@ -63,28 +63,6 @@ def gradient_edge(tensor: torch.Tensor) -> tuple[Any, Any]:
         return edge, tensor.view_as(tensor).grad_fn
 
 
-def release() -> tuple[int, int]:
-    """The release of torch, such as (2, 13)."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def own_connection(store: Any) -> Any:
-    """A store with the contents of a process group's store, and with a connection of its own.
-
-    torch 2.6 cannot clone a store. There the new store is the one below all prefixes, which on every rank is the same.
-    """
-    if hasattr(store, "clone"):
-        return store.clone()
-    import torch.distributed
-
-    dist: Any = torch.distributed
-    base = store._underlying_non_prefix_store if isinstance(store, dist.PrefixStore) else store
-    if isinstance(base, dist.TCPStore):
-        return dist.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False, timeout=base.timeout)
-    return base  # of files or of one process, without connections
-
-
 def accelerator() -> str | None:
     """The device type of torch's accelerator, or None if this torch or this machine has none (2.6 raises then)."""
     try:

@@ -168,6 +168,10 @@ def _supervise(job: Job, folder: Path, scratch: Path) -> int:
         """Ranks that still ran when another one failed, so that this agent has ended them."""
         result: Any = None
         """What the workers' last poll returned."""
+        grace = _GRACE
+        """Seconds after which workers are killed that were told to end."""
+        by_agent = False
+        """Whether the agent itself stops the workers now, to start them again or because one has failed."""
 
         def _start_workers(self, *args: Any, **kwargs: Any) -> Any:
             self.ended_here = frozenset()
@@ -176,11 +180,11 @@ def _supervise(job: Job, folder: Path, scratch: Path) -> int:
             context: Any = self._pcontext
             end = context.close
 
-            def close(death_sig: signal.Signals | None = None, timeout: int = _GRACE) -> None:
+            def close(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
                 running = {i for i, handler in context.subprocess_handlers.items() if handler.proc.poll() is None}
                 workers = self.get_worker_group().workers
                 self.ended_here |= {w.global_rank for w in workers if w.local_rank in running}
-                end(death_sig, timeout)
+                end(death_sig, self.grace)
 
             context.close = close
             return started
@@ -195,7 +199,8 @@ def _supervise(job: Job, folder: Path, scratch: Path) -> int:
             if self.result.state == WorkerState.HEALTHY:
                 restarts.append("the number of machines changed")
             else:
-                self._stop_workers()
+                context: Any = self._pcontext
+                context.close(signal.SIGTERM)
                 exit_codes = {rank: failure.exitcode for rank, failure in self.result.failures.items()}
                 restarts.append(_explain(folder, self.ranks(), exit_codes, self.ended_here)[1])
             for failure in folder.glob("failure_*.json"):
@@ -208,11 +213,15 @@ def _supervise(job: Job, folder: Path, scratch: Path) -> int:
             super()._restart_workers(*args, **kwargs)
 
         def _stop_workers(self, *args: Any, **kwargs: Any) -> None:
-            super()._shutdown(signal.SIGTERM, timeout=_GRACE)
+            self.by_agent = True
+            super()._stop_workers(*args, **kwargs)  # calls _shutdown
+            self.by_agent = False
 
-        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
-            # torch passes a timeout if this process was requested to stop: then the workers save a checkpoint.
-            super()._shutdown(death_sig, _GRACE if timeout is None else math.ceil(_stop_seconds(job, folder)))
+        def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+            # If this process was requested to stop, the workers save a checkpoint. torch's own timeouts are not used,
+            # because torch 2.6 has none.
+            self.grace = _GRACE if self.by_agent else math.ceil(_stop_seconds(job, folder))
+            super()._shutdown(*args, **kwargs)
 
         def ranks(self) -> list[int]:
             return [worker.global_rank for worker in self.get_worker_group().workers]

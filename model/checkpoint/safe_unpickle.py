@@ -29,9 +29,10 @@ from .restricted_pickle import INERT, Global, InvalidPickle, UnsafeFile
 from .torch_archive import MAX_PICKLE_BYTES, are_counts, load_archive, shared_global
 
 
-def _record(cls: type) -> Global:
-    """A dataclass: its state fills its fields, and those that are missing are None."""
-    names = [field.name for field in dataclasses.fields(cls)]
+def _record(cls: type, *newer: str) -> Global:
+    """A dataclass: its state fills its fields, and those that are missing are None. newer: fields that a release of
+    torch may lack, but not a checkpoint of a later one."""
+    names = [*(field.name for field in dataclasses.fields(cls)), *newer]
 
     def make() -> Any:
         value: Any = object.__new__(cls)
@@ -90,7 +91,7 @@ _INDEX: dict[tuple[str, str], Global] = {
     ),
     (metadata.__name__, "MetadataIndex"): _index_key(),
     (metadata.__name__, "_MEM_FORMAT_ENCODING"): Global(metadata._MEM_FORMAT_ENCODING),
-    (filesystem.__name__, "_StorageInfo"): _record(filesystem._StorageInfo),
+    (filesystem.__name__, "_StorageInfo"): _record(filesystem._StorageInfo, "transform_descriptors"),
     ("torch.serialization", "_get_layout"): Global(_layout),
     ("pathlib", "PosixPath"): Global(_path),
     ("pathlib._local", "PosixPath"): Global(_path),

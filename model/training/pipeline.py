@@ -6,12 +6,14 @@ it, because torch's module imports torch's compiler.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import pipelining
 
+from hal import HalError
 from hal.profiling import phase
 
 from ..config.parallel_layout import ParallelLayout
@@ -77,6 +79,12 @@ class Pipeline:
         for stage in self.stages:
             stage.collect = collect
         make: Any = _SCHEDULES[layout.schedule]
+        if not hasattr(make, "eval") or "scale_grads" not in inspect.signature(make).parameters:
+            raise HalError(
+                f"--pipeline-model-parallel-size {layout.layout.pp} needs schedules that evaluate and leave gradients "
+                f"unscaled, which torch {torch.__version__} lacks; install torch 2.11 or later, or use "
+                "--pipeline-model-parallel-size 1"
+            )
         self._schedules: dict[int, Any] = {}
 
         def schedule(count: int) -> Any:

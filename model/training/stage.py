@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hal import Rng
+from hal import HalError, Rng
 from hal.profiling import phase
 
 from ..config.schema import Config
@@ -70,6 +70,11 @@ def shard(stage: Stage, mesh: DeviceMesh, experts: DeviceMesh | None, config: Co
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise HalError(
+            f"ZeRO stage {zero} adds gradients up, and fully_shard of torch {torch.__version__} can only average them; "
+            "install torch 2.11 or later, or give neither --zero-stage nor --use-distributed-optimizer"
+        )
     layers = list(stage.model.decoder.layers.values())
     inner = [
         layer.mlp.experts for layer in layers if isinstance(layer, TransformerLayer) and isinstance(layer.mlp, MoE)
