@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # A second environment: torch-npu changes how torch starts, so it must not be in the default environment.
 SIM := .venv-sim
+# The oldest torch, which on x86-64 is a wheel for CUDA with gigabytes of libraries.
+OLDEST := .venv-oldest
 # A third environment for GPUs, without torch-npu, so that torch starts as usual.
 GPU := .venv-gpu
 DOCS := .venv-docs
@@ -22,8 +24,8 @@ SHARE ?= 0.1
 SEED ?= $(or $(shell git rev-parse HEAD 2>/dev/null),0)
 
 .PHONY: train test test-slow test-simulators nightly nightly-tests nightly-simulators nightly-sample production fuzzers
-.PHONY: faults mutation test-opencl test-aarch64 gpu npu gpu-environment sanitize lint as-written check bench support
-.PHONY: reference docs clean
+.PHONY: faults mutation test-opencl test-aarch64 test-oldest-torch gpu npu gpu-environment sanitize lint as-written
+.PHONY: check bench support reference docs clean
 .DEFAULT_GOAL := test
 
 $(READY): setup.cfg pyproject.toml constraints.txt
@@ -94,6 +96,19 @@ test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel;
 	cd build/opencl && $(abspath $(OPENCL))/bin/pytest $(CURDIR)/examples/hal-opencl
 	$(OPENCL)/bin/python -m pip uninstall --quiet --yes hal-opencl
 	cd build/opencl && $(abspath $(OPENCL))/bin/python $(CURDIR)/examples/hal-opencl/tests/after_uninstalling.py
+
+$(OLDEST)/.ready: setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(OLDEST)
+	mkdir -p build
+	sed '/^torch==/d' constraints.txt > build/constraints-oldest.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check -c build/constraints-oldest.txt \
+		torch==2.6.0 --editable ".[train,convert,transformers,serve,test]"
+	touch $@
+
+# The last three: pipelines and ZeRO need a newer torch, and torch 2.6 itself imports its compiler for the trainer.
+test-oldest-torch: $(OLDEST)/.ready  ## the kit and the fast suite with torch 2.6
+	$(OLDEST)/bin/hal parity --backend cpu_ref --require-all
+	$(call TEST,$(OLDEST)/bin) -m "not slow" $(SIMULATED:%=--ignore %) -k "not pp2 and not zero3 and not training.trainer"
 
 test-aarch64:  ## cpu_ref's kit and kernel tests on emulated aarch64; needs the packages that .ci/aarch64 names
 	PYTHON=$(PYTHON) .ci/aarch64

@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from torch_release import newer_torch
 
 import hal
 from hal.backends.cuda import Cuda, device, launch
@@ -42,6 +43,7 @@ def fake():
 NEED_A_GPU = {"streams", "cuBLAS", "clocks"}
 
 
+@newer_torch("cuda needs 2.11")
 def test_the_checks_of_a_device_make_valid_calls_of_every_implementation(fake, monkeypatch):
     monkeypatch.setattr(gpu_checks, "_no_scores", lambda backend: "")
     checks = [check for check in gpu_checks.checks(fake) if check.needs not in NEED_A_GPU - {"clocks"}]

@@ -29,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 
 import hal
 from hal.backends.cpu_ref import build, cpu
+from hal.model.checkpoint.dcp import load_alone
 from hal.model.config.command_line import parse
 from hal.model.training import run as command
 from hal.testing.processes import run_processes
@@ -69,7 +70,7 @@ def read(root: Path, iteration: int) -> dict[str, torch.Tensor]:
     folder = root / f"iter_{iteration:07d}"
     index = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {name: torch.empty(info.size, dtype=info.properties.dtype) for name, info in index.items()}
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    load_alone(tensors, dcp.FileSystemReader(folder))
     return tensors
 
 
