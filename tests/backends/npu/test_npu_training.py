@@ -61,8 +61,8 @@ def test_the_readmes_model_follows_cpu_ref_with_dropout_on(text: str, tmp_path: 
 
 @pytest.mark.nightly
 def test_200_iterations_of_the_readmes_model_follow_cpu_ref(tmp_path: Path) -> None:
-    """The README's text and sizes. From about the 40th iteration on, the losses differ by more than rounding, as those
-    of two orders of summation do on one backend, but each stays within 1 %.
+    """The README's text, sizes and learning rate. On cpu_ref, another order of summation changes a loss by up to 1.5e-4
+    of itself (--no-flash-attn).
     """
     runs = {}
     for backend, simulate in (("npu", ["--simulate"]), ("cpu_ref", [])):
@@ -72,7 +72,7 @@ def test_200_iterations_of_the_readmes_model_follow_cpu_ref(tmp_path: Path) -> N
         assert done.returncode == 0, done.stdout + done.stderr
         runs[backend] = torch.tensor(losses(tmp_path / backend), dtype=torch.float64)
     assert len(runs["npu"]) == 200 and runs["cpu_ref"][-1] < runs["cpu_ref"][0] / 2
-    assert torch.allclose(runs["npu"], runs["cpu_ref"], rtol=0.01, atol=0)
+    assert torch.allclose(runs["npu"], runs["cpu_ref"], rtol=2e-3, atol=0)
 
 
 def test_two_by_two_processes_follow_one(text: str, tmp_path: Path) -> None:
