@@ -23,7 +23,7 @@ def arguments(n_in, n_out, dtype, sizes=SIZES):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("n_in, n_out", [(1100, 70), (2048, 33), (544, 602), (48, 1000), (31, 3), (1, 1)])
+@pytest.mark.parametrize("n_in, n_out", [(1100, 70), (2048, 33), (544, 602), (48, 1000), (31, 3), (1, 1), (544, 608), (32, 32)])
 def test_forward_and_gradients_are_those_of_the_reference_in_float64(n_in, n_out, dtype):
     x, weight, sizes = arguments(n_in, n_out, dtype)
     x.requires_grad_()
@@ -39,9 +39,9 @@ def test_forward_and_gradients_are_those_of_the_reference_in_float64(n_in, n_out
         assert error < 32 * torch.finfo(dtype).eps, name
 
 
-@pytest.mark.parametrize("n_in, dtype", [(1100, torch.float32), (1056, torch.bfloat16)])
+@pytest.mark.parametrize("n_in, dtype", [(1100, torch.float32), (1056, torch.bfloat16), (1057, torch.bfloat16)])
 def test_results_do_not_depend_on_the_number_of_threads(n_in, dtype):
-    x, weight, sizes = arguments(n_in, 210, dtype)
+    x, weight, sizes = arguments(n_in, 224, dtype)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, before):
