@@ -70,6 +70,14 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     return onednn(_dense(x), _dense(w), None if bias is None else bias.contiguous(), "none", [], "")
 
 
+def product_to(out: Tensor, x: Tensor, w: Tensor) -> None:
+    """out [rows, n] = x [rows, k] times the transpose of w [n, k]: without a copy where torch's own product is used."""
+    if x.dtype == torch.float16 or _onednn_for(x, w) is not None:
+        out.copy_(product(x, w))
+    else:
+        torch.mm(x, w.t(), out=out)
+
+
 def _dense(x: Tensor) -> Tensor:
     """x, copied if neither its rows nor its columns are contiguous, for which oneDNN has only a scalar loop."""
     return x if 1 in x.stride() else x.contiguous()

@@ -16,7 +16,7 @@ from hal import Call, ContractError, ops
 
 from .build import lib
 from .device import CpuRef
-from .linear import fast, product
+from .linear import fast, product_to
 from .memory import empty
 from .tensors import CODE, REAL, addresses, parameter, reasons, refuses
 
@@ -51,10 +51,7 @@ def _multiply(x: Tensor, weight: Tensor, group_sizes: Tensor, sizes: Sequence[in
         if size > (_FEW if small else 0):
             rows, to = x[start : start + size], y[start : start + size]
             matrix = weight[expert].t() if transposed else weight[expert]
-            if x.dtype == torch.bfloat16:
-                torch.mm(rows, matrix.t(), out=to)  # oneDNN's product, without a copy
-            else:
-                to.copy_(product(rows, matrix))
+            product_to(to, rows, matrix)
         start += size
     return y
 
@@ -82,10 +79,7 @@ def _weight_gradients(x: Tensor, dy: Tensor, group_sizes: Tensor, sizes: Sequenc
     for expert, size in enumerate(sizes):
         if size > _FEW or not small:
             dy_rows, x_rows = dy[start : start + size], x[start : start + size]
-            if x.dtype == torch.bfloat16:
-                torch.mm(dy_rows.t(), x_rows, out=dw[expert])
-            else:
-                dw[expert] = product(dy_rows.t(), x_rows.t())
+            product_to(dw[expert], dy_rows.t(), x_rows.t())
         start += size
     return dw
 

@@ -26,6 +26,11 @@ def _bf16() -> bool:
     return "avx512_bf16" in machine.features()
 
 
+def _amx() -> bool:
+    """Products of bfloat16 are so fast there that exponentials, which have no such unit, take as long as they do."""
+    return "amx_bf16" in machine.features()
+
+
 def _slow_mkl() -> bool:
     return machine.vendor() not in ("", "GenuineIntel")
 
@@ -64,6 +69,8 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("attention fwd*", "f32 * S512 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * S1024 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * causal", "sdpa", 2.5, holds=_avx512),
+    Goal("attention fwd", "bf16 * causal", "sdpa", 1.25, holds=_amx),
+    Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 2.0, holds=_amx),
     Goal("attention fwd", "bf16 * causal", "sdpa", 4.5, holds=_bf16),
     Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 3.2, holds=_bf16),
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
@@ -125,6 +132,12 @@ SHARES = [  # `peer` is the ceiling's name
     # Short sequences spend a larger part of the time on packing and on tiles at the edge of the mask.
     Goal("attention fwd*", "f32 * S512 * causal", "GEMM f32", 0.80, holds=_avx512),
     Goal("attention fwd*", "f32 * causal", "GEMM f32", 0.85, holds=_avx512),
+    # A query's keys are few in a window, like those in a short sequence.
+    Goal("attention window *", "f32 * S4096 *", "GEMM f32", 0.80, holds=_avx512),
+    Goal("attention odd shapes *", "f32 * S777 *", "GEMM f32", 0.8 * 0.80, holds=_avx512),
+    Goal("attention odd shapes *", "f32 * causal", "GEMM f32", 0.8 * 0.85, holds=_avx512),
+    # A single query reads all keys and values and computes little.
+    Goal("attention one query", "*", "copy", 0.80, holds=_avx512),
     Goal("attention fwd*", "bf16 * S512 * causal", "GEMM bf16", 0.80, holds=_bf16),
     Goal("attention fwd*", "bf16 * causal", "GEMM bf16", 0.85, holds=_bf16),
     Goal("linear *", "f32 *", "GEMM f32", 0.90),

@@ -23,7 +23,9 @@ def arguments(n_in, n_out, dtype, sizes=SIZES):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("n_in, n_out", [(1100, 70), (2048, 33), (544, 602), (48, 1000), (31, 3), (1, 1), (544, 608), (32, 32)])
+@pytest.mark.parametrize(
+    "n_in, n_out", [(1100, 70), (2048, 33), (544, 602), (48, 1000), (31, 3), (1, 1), (544, 608), (32, 32)]
+)
 def test_forward_and_gradients_are_those_of_the_reference_in_float64(n_in, n_out, dtype):
     x, weight, sizes = arguments(n_in, n_out, dtype)
     x.requires_grad_()
