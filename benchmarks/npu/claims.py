@@ -110,6 +110,8 @@ def _kit(op: str, scale: str, simulate: bool) -> Finding:
     report = run(use(simulate), ops=[op], scale=scale, examples=2 if simulate else 25)
     failed = [f"{r.dtype} {r.implementation}: {r.message}" for r in report.rows if r.status == "fail"]
     calls = sum(row.samples for row in report.rows)
+    if report.rows and all(r.status == "declined" for r in report.rows):
+        return Finding(MEASURED, f"no call is for this device: {'; '.join(report.rows[0].reasons)}")
     return judged(report.ok and calls > 0, "; ".join(failed) or f"{len(report.rows)} rows, {calls} calls")
 
 

@@ -95,6 +95,14 @@ def test_on_the_simulator(tmp_path: Path) -> None:
     assert [row["verdict"] for row in found.values()] == [CONFIRMED, MEASURED], found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", ["parity", "production"])
+def test_an_op_that_the_device_cannot_have_refutes_nothing(scale: str, tmp_path: Path) -> None:
+    """The 910B stores no float8."""
+    (row,) = end_to_end(tmp_path, f"{scale} scaled_linear").values()
+    assert row["verdict"] == MEASURED and "stores no torch.float8_e4m3fn" in row["detail"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", ["preflight", "layouts", "training", "timings"])
 def test_every_part_on_the_simulator(tmp_path: Path, part: str) -> None:
