@@ -54,7 +54,8 @@ def cases() -> list[Case]:
             budgets={"budget of 3 us": 3e-6} if size == 1 << 10 else {},
             series=f"all_reduce, {_RANKS} processes: bytes",
             x=size,
-            **({"work": 2.0 * _RANKS * size, "ceiling": "copy"} if size > _CACHED else {}),
+            work=2.0 * _RANKS * size,
+            ceiling="copy" if size > _CACHED else "",
         )
         for shape, size in _SIZES.items()
     ]
