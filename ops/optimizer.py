@@ -192,21 +192,23 @@ def l2norm(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), device=hal.device())
     acc = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = torch.stack([_norm(t.to(acc).reshape(-1)) for t in tensors])
+    norms = torch.cat([part for t in tensors for part in _norms_of_rows(t.to(acc).reshape(-1))])
+    while norms.numel() > _ROW:
+        norms = torch.cat(_norms_of_rows(norms))
     norm: Tensor = torch.linalg.vector_norm(norms)
     return norm
 
 
-def _norm(flat: Tensor, row: int = 1024) -> Tensor:
-    """The norm of the norms of rows: torch's CPU, for one, adds all squares one after the other in float32, and is
-    wrong by 1e-5 for a million elements and by 1 % for a hundred million.
-    """
-    while flat.numel() > row:
-        whole = flat.numel() // row * row
-        norms = torch.linalg.vector_norm(flat[:whole].view(-1, row), dim=-1)
-        flat = norms if whole == flat.numel() else torch.cat([norms, flat[whole:]])
-    norm: Tensor = torch.linalg.vector_norm(flat)
-    return norm
+_ROW = 1024
+"""Elements whose squares are added in one sum. torch's CPU, for one, adds squares one after the other in float32,
+and is wrong by 1e-5 for a million elements and by 1 % for a hundred million.
+"""
+
+
+def _norms_of_rows(flat: Tensor) -> list[Tensor]:
+    """The norms of `flat`'s rows of _ROW elements, and the elements that are left."""
+    whole = flat.numel() // _ROW * _ROW
+    return [torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=-1), flat[whole:]] if whole else [flat]
 
 
 def _check_unscale(call: Call) -> None:

@@ -1,24 +1,8 @@
-// Products of groups of rows with their experts' weights: entry points. grouped_linear_kind.h describes the algorithm, and
-// grouped_linear_tiles.h that of AMX.
+// Products of groups of rows with their experts' weights: entry points (see grouped_linear_kind.h for the algorithm).
 #include "common.h"
 #include "grouped_linear_api.h"
 #include "grouped_linear_plan.h"
-
-#ifdef LINEAR_HAVE_BF16
-typedef void kernel(const void *, const void *, void *, const struct groups *);
-
-// A product of bfloat16 tensors, by AMX where it exists and the widths suit it.
-static int multiply(kernel *plain, kernel *tiles, uintptr_t a, uintptr_t b, uintptr_t to, const struct groups *g) {
-    const int fit = GROUPED_TILES && g->n_out % 32 == 0 && g->n_in % 32 == 0;
-    (fit ? tiles : plain)((const void *)a, (const void *)b, (void *)to, g);
-    return 1;
-}
-#if !GROUPED_TILES
-#define grouped_linear_tiles grouped_linear_bf16
-#define grouped_linear_dx_tiles grouped_linear_dx_bf16
-#define grouped_linear_dw_tiles grouped_linear_dw_bf16
-#endif
-#endif
+#include "linear_plan.h"
 
 int hal_grouped_linear(int64_t dtype, uintptr_t x, uintptr_t weight, uintptr_t sizes, uintptr_t y, int64_t experts,
                        int64_t n_out, int64_t n_in, int64_t most) {
@@ -30,7 +14,10 @@ int hal_grouped_linear(int64_t dtype, uintptr_t x, uintptr_t weight, uintptr_t s
     }
 #endif
 #ifdef LINEAR_HAVE_BF16
-    if (dtype == HAL_BF16) return multiply(grouped_linear_bf16, grouped_linear_tiles, x, weight, y, &groups);
+    if (dtype == HAL_BF16) {
+        grouped_linear_bf16((const void *)x, (const void *)weight, (void *)y, &groups);
+        return 1;
+    }
 #endif
     (void)dtype, (void)x, (void)weight, (void)y, (void)groups;
     return 0;
@@ -46,8 +33,10 @@ int hal_grouped_linear_dx(int64_t dtype, uintptr_t dy, uintptr_t weight, uintptr
     }
 #endif
 #ifdef LINEAR_HAVE_BF16
-    if (dtype == HAL_BF16 && n_in % 32 == 0 && n_out % 2 == 0)
-        return multiply(grouped_linear_dx_bf16, grouped_linear_dx_tiles, dy, weight, dx, &groups);
+    if (dtype == HAL_BF16 && n_in % 32 == 0 && n_out % 2 == 0) {
+        grouped_linear_dx_bf16((const void *)dy, (const void *)weight, (void *)dx, &groups);
+        return 1;
+    }
 #endif
     (void)dtype, (void)dy, (void)weight, (void)dx, (void)groups;
     return 0;
@@ -57,8 +46,10 @@ int hal_grouped_linear_dw(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t si
                           int64_t n_out, int64_t n_in, int64_t most) {
     const struct groups groups = {(const int64_t *)sizes, experts, n_out, n_in, most};
 #ifdef LINEAR_HAVE_BF16
-    if (dtype == HAL_BF16 && n_in % 32 == 0)
-        return multiply(grouped_linear_dw_bf16, grouped_linear_dw_tiles, dy, x, dweight, &groups);
+    if (dtype == HAL_BF16 && n_in % 32 == 0) {
+        grouped_linear_dw_bf16((const void *)dy, (const void *)x, (void *)dweight, &groups);
+        return 1;
+    }
 #endif
     (void)dtype, (void)dy, (void)x, (void)dweight, (void)groups;
     return 0;

@@ -12,7 +12,6 @@
 #ifdef LINEAR_HAVE_BF16
 #define GROUPED_KIND bf16
 #define FA_KIND_BF16
-#include "grouped_linear_kind.h"
 
 enum {
     MR_PAIRS = 8,      // rows of a block of sums, of LINE columns
@@ -20,7 +19,10 @@ enum {
     COLUMNS_DX = 256,  // columns of w per task of dx
     ROWS_DW = 64,      // rows of dw per task
     AHEAD = 4,         // cache lines of a row of w
+    PAIRS_TILES = 64,  // pairs of rows of w interleaved at a time for dx with AMX: 64 KiB
 };
+
+#include "grouped_linear_kind.h"
 
 HAL_INLINE __m512 mac(__m512 sum, const void *pair, __m512i b) {
     int32_t a;
@@ -95,14 +97,14 @@ HAL_INLINE void dw_block(int m, int64_t pairs, const uint32_t *dy, int64_t n_out
         default: call(1); break;          \
     }
 
-// Rounds the sums [m][ld] of `count` columns, lower quarters of 8 columns first in each cache line, to dx [m][n_in].
-static void store_quarters(int64_t m, int64_t count, const float *sums, int64_t ld, bf16 *dx, int64_t n_in) {
+// Rounds the sums [m][COLUMNS_DX] of `count` columns, lower quarters of 8 columns first in each cache line, to dx [m][n_in].
+static void store_quarters(int64_t m, int64_t count, const float *sums, bf16 *dx, int64_t n_in) {
     const __m512i front = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i back = _mm512_add_epi32(front, _mm512_set1_epi32(8));
     for (int64_t i = 0; i < m; i++)
         for (int64_t c = 0; c < count; c += LINE) {
-            const __m512 low = _mm512_loadu_ps(sums + i * ld + c);
-            const __m512 high = _mm512_loadu_ps(sums + i * ld + c + 16);
+            const __m512 low = _mm512_loadu_ps(sums + i * COLUMNS_DX + c);
+            const __m512 high = _mm512_loadu_ps(sums + i * COLUMNS_DX + c + 16);
             _Alignas(64) float values[LINE];
             _mm512_store_ps(values, _mm512_permutex2var_ps(low, front, high));
             _mm512_store_ps(values + 16, _mm512_permutex2var_ps(low, back, high));
@@ -110,9 +112,8 @@ static void store_quarters(int64_t m, int64_t count, const float *sums, int64_t 
         }
 }
 
-// dx [m][n_in] for `count` columns of w [n_out][n_in].
-static void dx_columns(int64_t m, int64_t n_out, int64_t n_in, int64_t count, const bf16 *dy, const bf16 *w, bf16 *dx,
-                       float *sums) {
+// sums [m][COLUMNS_DX] of `count` columns of dx, for store_quarters.
+static void dx_columns(int64_t m, int64_t n_out, int64_t n_in, int64_t count, const bf16 *dy, const bf16 *w, float *sums) {
     memset(sums, 0, (size_t)(m * COLUMNS_DX) * sizeof(float));
     for (int64_t k = 0; k < n_out; k += DEPTH_DX) {
         const int64_t pairs = (k + DEPTH_DX < n_out ? DEPTH_DX : n_out - k) / 2;
@@ -125,7 +126,6 @@ static void dx_columns(int64_t m, int64_t n_out, int64_t n_in, int64_t count, co
 #undef CALL
             }
     }
-    store_quarters(m, count, sums, COLUMNS_DX, dx, n_in);
 }
 
 void grouped_linear_dx_bf16(const void *dy_, const void *w_, void *dx_, const struct groups *g) {
@@ -134,7 +134,8 @@ void grouped_linear_dx_bf16(const void *dy_, const void *w_, void *dx_, const st
     const int64_t blocks = (g->n_in + COLUMNS_DX - 1) / COLUMNS_DX, rows = first_row(g, g->experts);
 #pragma omp parallel if (rows * g->n_in * g->n_out >= HAL_PARALLEL_MIN * 16)
     {
-        float *sums = hal_scratch((size_t)MOST * COLUMNS_DX * sizeof(float));
+        float *sums = hal_scratch((size_t)(MOST + PAIRS_TILES) * COLUMNS_DX * sizeof(float));
+        tiles_begin(TILE);
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (int64_t e = 0; e < g->experts; e++)
             for (int64_t block = 0; block < blocks; block++) {
@@ -142,19 +143,40 @@ void grouped_linear_dx_bf16(const void *dy_, const void *w_, void *dx_, const st
                 const int64_t count = from + COLUMNS_DX < g->n_in ? COLUMNS_DX : g->n_in - from;
                 if (m <= 0 || m > g->most) continue;
                 const int64_t start = first_row(g, e);
-                dx_columns(m, g->n_out, g->n_in, count, dy + start * g->n_out, w + e * g->n_out * g->n_in + from,
-                           dx + start * g->n_in + from, sums);
+                const bf16 *rows_of_dy = dy + start * g->n_out, *weight = w + e * g->n_out * g->n_in + from;
+#if FA_TILES
+                if (by_tiles(g))
+                    dx_by_tiles(m, g->n_out, g->n_in, count, rows_of_dy, weight,
+                                (unit *)(void *)(sums + MOST * COLUMNS_DX), sums);
+                else
+#endif
+                    dx_columns(m, g->n_out, g->n_in, count, rows_of_dy, weight, sums);
+                store_quarters(m, count, sums, dx + start * g->n_in + from, g->n_in);
             }
+        tiles_end();
     }
 }
 
-// pairs[p][i] = (x[2p][i], x[2p + 1][i]) for m rows of n elements; zero in place of a missing last row.
-static void interleave_rows(int64_t m, int64_t n, const uint16_t *x, uint32_t *pairs) {
+// pairs[p][i] = (x[2p][i], x[2p + 1][i]) for m rows of n elements; zero in place of a missing last row, and up to `depth`
+// pairs.
+static void interleave_rows(int64_t m, int64_t depth, int64_t n, const uint16_t *x, uint32_t *pairs) {
     for (int64_t p = 0; 2 * p < m; p++) {
         const uint16_t *a = x + 2 * p * n, *b = a + n;
         const int lone = 2 * p + 1 == m;
         for (int64_t i = 0; i < n; i++) pairs[p * n + i] = a[i] | (lone ? 0 : (uint32_t)b[i] << 16);
     }
+    for (int64_t p = (m + 1) / 2; p < depth; p++) memset(pairs + p * n, 0, (size_t)n * sizeof *pairs);
+}
+
+// The rows from..to of dw [n_out][n_in], from interleaved pairs of rows of dy [pairs][n_out] and x [pairs][n_in].
+static void dw_rows(int64_t pairs, int64_t n_out, int64_t n_in, int64_t from, int64_t to, const uint32_t *dy,
+                    const uint32_t *x, bf16 *dw, int stream) {
+    for (int64_t i = from; i < to; i += MR_PAIRS)
+        for (int64_t c = 0; c < n_in; c += LINE) {
+#define CALL(rows) dw_block(rows, pairs, dy + i, n_out, x + c, n_in, dw + i * n_in + c, stream)
+            WITH_ROWS(to - i < MR_PAIRS ? to - i : MR_PAIRS, CALL)
+#undef CALL
+        }
 }
 
 void grouped_linear_dw_bf16(const void *dy_, const void *x_, void *dw_, const struct groups *g) {
@@ -167,33 +189,32 @@ void grouped_linear_dw_bf16(const void *dy_, const void *x_, void *dw_, const st
         uint32_t *x_pairs = hal_scratch((size_t)(MOST / 2 * (g->n_in + g->n_out)) * sizeof(uint32_t));
         uint32_t *dy_pairs = x_pairs + MOST / 2 * g->n_in;
         int64_t of = -1;  // the expert whose rows are interleaved
+        tiles_begin(TILE);
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (int64_t e = 0; e < g->experts; e++)
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t m = g->sizes[e], from = block * ROWS_DW;
                 const int64_t to = from + ROWS_DW < g->n_out ? from + ROWS_DW : g->n_out;
+                const int64_t pairs = (m + 1) / 2, depth = by_tiles(g) ? (pairs + TILE - 1) / TILE * TILE : pairs;
                 if (m > g->most) continue;
                 if (of != e) {
                     const int64_t start = first_row(g, e);
-                    interleave_rows(m, g->n_in, x + start * g->n_in, x_pairs);
-                    interleave_rows(m, g->n_out, dy + start * g->n_out, dy_pairs);
+                    interleave_rows(m, depth, g->n_in, x + start * g->n_in, x_pairs);
+                    interleave_rows(m, depth, g->n_out, dy + start * g->n_out, dy_pairs);
                 }
                 of = e;
-                for (int64_t i = from; i < to; i += MR_PAIRS)
-                    for (int64_t c = 0; c < g->n_in; c += LINE) {
-#define CALL(rows)                                                                                                       \
-    dw_block(rows, (m + 1) / 2, dy_pairs + i, g->n_out, x_pairs + c, g->n_in, dw + e * each + i * g->n_in + c, stream)
-                        WITH_ROWS(to - i < MR_PAIRS ? to - i : MR_PAIRS, CALL)
-#undef CALL
-                    }
+#if FA_TILES
+                if (by_tiles(g)) {
+                    dw_by_tiles(depth, g->n_out, g->n_in, from, to, dy_pairs, x_pairs, dw + e * each, stream);
+                    continue;
+                }
+#endif
+                dw_rows(pairs, g->n_out, g->n_in, from, to, dy_pairs, x_pairs, dw + e * each, stream);
             }
         if (stream) stream_end();
+        tiles_end();
     }
 }
-
-#if FA_TILES
-#include "grouped_linear_tiles.h"
-#endif
 #else
 typedef int grouped_linear_bf16_needs_avx512_bf16;  // a translation unit may not be empty
 #endif

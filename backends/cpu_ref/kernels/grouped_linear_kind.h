@@ -144,6 +144,13 @@ static void some_columns(int64_t m, int64_t n_in, const elem *x, const elem *w, 
     if (j < to) columns(1, 0, m, n_in, x, w, y, ldy, j);
 }
 
+// Whether the product uses AMX.
+HAL_INLINE int by_tiles(const struct groups *g) { return FA_TILES && g->n_out % 32 == 0 && g->n_in % 32 == 0; }
+
+#if FA_TILES
+#include "grouped_linear_tiles.h"
+#endif
+
 static int64_t first_row(const struct groups *g, int64_t expert) {
     int64_t row = 0;
     for (int64_t e = 0; e < expert; e++) row += g->sizes[e];
@@ -159,16 +166,28 @@ void CAT(grouped_linear_, GROUPED_KIND)(const void *x_, const void *w_, void *y_
     {
         elem *panel = hal_scratch((size_t)packed * sizeof(elem));
         int64_t of = -1;  // the expert whose rows are packed
+        tiles_begin(TILE);
 #pragma omp for schedule(dynamic, 1) collapse(2)
         for (int64_t e = 0; e < g->experts; e++)
             for (int64_t block = 0; block < blocks; block++) {
                 const int64_t m = g->sizes[e], from = block * ROWS, to = from + ROWS < g->n_out ? from + ROWS : g->n_out;
                 if (m <= 0 || m > g->most) continue;
                 const int64_t start = first_row(g, e);
-                if (of != e) pack_x(m, g->n_in, x + start * g->n_in, panel);
+                const elem *rows_of_x = x + start * g->n_in, *weight = w + e * g->n_out * g->n_in;
+                const int packs = of != e;
                 of = e;
-                some_columns(m, g->n_in, panel, w + e * g->n_out * g->n_in, y + start * g->n_out, g->n_out, from, to);
+#if FA_TILES
+                if (by_tiles(g)) {
+                    if (packs) pack_transposed(m, g->n_in, rows_of_x, (unit *)(void *)panel);
+                    columns_by_tiles(m, g->n_in, (const unit *)(const void *)panel, weight, y + start * g->n_out,
+                                     g->n_out, from, to);
+                    continue;
+                }
+#endif
+                if (packs) pack_x(m, g->n_in, rows_of_x, panel);
+                some_columns(m, g->n_in, panel, weight, y + start * g->n_out, g->n_out, from, to);
             }
+        tiles_end();
     }
 }
 

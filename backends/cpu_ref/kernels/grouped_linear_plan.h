@@ -2,15 +2,6 @@
 #pragma once
 #include <stdint.h>
 
-#include "linear_plan.h"
-
-// Whether the products of bfloat16 also exist with AMX (grouped_linear_tiles.h). HAL_AMX: see build.py.
-#if defined(LINEAR_HAVE_BF16) && defined(HAL_AMX) && defined(__AMX_BF16__)
-#define GROUPED_TILES 1
-#else
-#define GROUPED_TILES 0
-#endif
-
 // Groups of rows and their weights [experts][n_out][n_in]; those with more than `most` rows are left out.
 struct groups {
     const int64_t *sizes;
@@ -22,8 +13,3 @@ void grouped_linear_bf16(const void *x, const void *weight, void *y, const struc
 void grouped_linear_dx_f32(const void *dy, const void *weight, void *dx, const struct groups *groups);
 void grouped_linear_dx_bf16(const void *dy, const void *weight, void *dx, const struct groups *groups);
 void grouped_linear_dw_bf16(const void *dy, const void *x, void *dweight, const struct groups *groups);
-
-// These require multiples of 32 for n_out and n_in.
-void grouped_linear_tiles(const void *x, const void *weight, void *y, const struct groups *groups);
-void grouped_linear_dx_tiles(const void *dy, const void *weight, void *dx, const struct groups *groups);
-void grouped_linear_dw_tiles(const void *dy, const void *x, void *dweight, const struct groups *groups);
