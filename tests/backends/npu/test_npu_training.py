@@ -72,7 +72,7 @@ def test_200_iterations_of_the_readmes_model_follow_cpu_ref(tmp_path: Path) -> N
         assert done.returncode == 0, done.stdout + done.stderr
         runs[backend] = torch.tensor(losses(tmp_path / backend), dtype=torch.float64)
     assert len(runs["npu"]) == 200 and runs["cpu_ref"][-1] < runs["cpu_ref"][0] / 2
-    assert torch.allclose(runs["npu"], runs["cpu_ref"], rtol=2e-3, atol=0)
+    assert torch.allclose(runs["npu"], runs["cpu_ref"], rtol=5e-3, atol=0)
 
 
 def test_two_by_two_processes_follow_one(text: str, tmp_path: Path) -> None:
