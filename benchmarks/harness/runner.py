@@ -60,25 +60,32 @@ def run(
     results = Results()
     effort = effort or (Effort(rounds=5, least=3) if one_thread else Effort())
     for suite in suites:
-        of_suite = Results()
+        runs = [
+            CaseRun(suite, index, case, allocator, backend, peers, effort)
+            for index, case in selected(suite, only)
+            for allocator in case.allocators
+        ]
         try:
             with Workers(SUITES[suite], backend, one_thread) as workers:
-                for index, case in selected(suite, only):
-                    for allocator in case.allocators:
-                        before = len(of_suite.rows)
-                        CaseRun(suite, index, case, allocator, backend, peers, effort, of_suite).measure(workers)
-                        ratios = ", ".join(f"{r.ratio_median:.2f}x {r.peer}" for r in of_suite.rows[before:])
-                        report(f"{suite}: {case.name} {case.shape}, {allocator} malloc: {ratios or 'not measured'}")
+                measure(runs, workers, report)
         except KeyboardInterrupt:
             results.interrupted = True
-        of_suite.rows += growth(
-            suite, of_suite.rows, lambda n, s: ratio_goal(backend, n, s, "linear growth", "default")
-        )
-        results.rows += of_suite.rows
-        results.absent += of_suite.absent
+        of_suite = [row for case_run in runs for row in case_run.rows()]
+        of_suite += growth(suite, of_suite, lambda n, s: ratio_goal(backend, n, s, "linear growth", "default"))
+        results.rows += of_suite
+        results.absent += [absent for case_run in runs for absent in case_run.absent]
         if results.interrupted:
             break
     return results
+
+
+def measure(runs: Sequence[CaseRun], workers: Workers, report: Callable[[str], None]) -> None:
+    """Measures every case, and then again those whose figures are close to a goal (see LOOKS)."""
+    for look in range(LOOKS):
+        for case_run in runs:
+            if look == 0 or case_run.uncertain:
+                case_run.measure(workers)
+                report(case_run.summary + (f", measured {look + 1} times" if look else ""))
 
 
 def selected(suite: str, only: Sequence[str]) -> list[tuple[int, Case]]:
@@ -99,7 +106,10 @@ def ratio_goal(backend: str, name: str, shape: str, peer: str, allocator: str) -
 
 @dataclass
 class CaseRun:
-    """One case under one allocator; `measure` adds its rows and absent comparisons to `results`."""
+    """One case under one allocator.
+
+    samples: all rounds of all calls of `measure`, or None before the first. absent: the comparisons without figures.
+    """
 
     suite: str
     index: int
@@ -108,29 +118,58 @@ class CaseRun:
     backend: str
     peers: Sequence[str]
     effort: Effort
-    results: Results
+    samples: Samples | None = None
+    absent: list[Absent] = field(default_factory=list)
 
     def measure(self, workers: Workers) -> None:
-        """Measures the case, unless it has none of the requested peers."""
+        """Measures the case, unless it has none of the requested peers; a later call adds rounds to those before."""
         names = self.case.under(self.allocator)
         peers = [n for n in names if n not in (OURS, self.case.minus) and (not self.peers or n in self.peers)]
         if not peers and (self.peers or not self.case.budgets):
             return
+        if self.samples is not None:
+            measured = self.samples.rounds[0]
+            peers = [n for n in peers if n in measured]
         try:
             available = self._prepare(workers, peers)
             if OURS not in available:
                 return
-            measured = self._compare(workers, available)
+            # Every point affects the exponent of its series, so all rounds are measured at each point of a series with
+            # a goal.
+            growth_goal = ratio_goal(self.backend, "growth", self.case.series, "linear growth", self.allocator)
+            samples = sample(
+                self.case,
+                available,
+                workers,
+                self.effort,
+                lambda s: growth_goal is None and all(r.settled for r in self._rows(s)),
+            )
         except KeyboardInterrupt:
             workers.kill()  # the call in progress may take minutes
             raise
         finally:
             workers.release()
-        if self.case.quantity == "bytes" and any(r.ours <= 0 for r in measured):
+        ours = self._rows(samples)[0].ours
+        if self.case.quantity == "bytes" and ours <= 0:
             # The call used memory that the process already had, so the ratio would be meaningless.
-            self._absent([*peers, *self.case.budgets], f"no memory was seen to be used ({measured[0].ours:.0f} bytes)")
-        else:
-            self.results.rows += measured
+            self._add_absent([*peers, *self.case.budgets], f"no memory was seen to be used ({ours:.0f} bytes)")
+            return
+        self.samples = samples if self.samples is None else self.samples + samples
+
+    @property
+    def uncertain(self) -> bool:
+        """Whether another measurement at a later time may change the verdict about a goal."""
+        return self.case.quantity == "seconds" and any(r.close for r in self.rows())
+
+    @property
+    def summary(self) -> str:
+        """One line with all ratios."""
+        ratios = ", ".join(f"{r.ratio_median:.2f}x {r.peer}" for r in self.rows())
+        return f"{self.suite}: {self.case.name} {self.case.shape}, {self.allocator} malloc: {ratios or 'not measured'}"
+
+    def rows(self) -> list[Row]:
+        """The comparisons, over all rounds."""
+        return [] if self.samples is None else self._rows(self.samples)
 
     def _prepare(self, workers: Workers, peers: Sequence[str]) -> list[str]:
         """Creates the candidates. Returns those that can run here, or none if ours cannot run."""
@@ -143,27 +182,10 @@ class CaseRun:
                 available.append(name)
             except Unavailable as error:
                 if name in (OURS, *minus):
-                    self._absent([*peers, *self.case.budgets], f"{name}: {error}")
+                    self._add_absent([*peers, *self.case.budgets], f"{name}: {error}")
                     return []
-                self._absent([name], str(error))
+                self._add_absent([name], str(error))
         return available
-
-    def _compare(self, workers: Workers, names: Sequence[str]) -> list[Row]:
-        """Measures the candidates, and repeats this while a figure is close to its goal."""
-        # Every point affects the exponent of its series, so all rounds are measured at each point of a series with a
-        # goal.
-        growth_goal = ratio_goal(self.backend, "growth", self.case.series, "linear growth", self.allocator)
-        samples = sample(
-            self.case,
-            names,
-            workers,
-            self.effort,
-            lambda s: growth_goal is None and all(r.settled for r in self._rows(s)),
-        )
-        for _ in range(1, LOOKS):
-            if self.case.quantity == "seconds" and any(r.close for r in self._rows(samples)):
-                samples += sample(self.case, names, workers, self.effort)
-        return self._rows(samples)
 
     def _rows(self, samples: Samples) -> list[Row]:
         case = self.case
@@ -178,8 +200,8 @@ class CaseRun:
     def _goal(self, peer: str) -> float | None:
         return ratio_goal(self.backend, self.case.name, self.case.shape, peer, self.allocator)
 
-    def _absent(self, peers: Sequence[str], reason: str) -> None:
+    def _add_absent(self, peers: Sequence[str], reason: str) -> None:
         for peer in peers:
-            self.results.absent.append(
+            self.absent.append(
                 Absent(self.suite, self.case.name, self.case.shape, peer, self.allocator, reason, self._goal(peer))
             )

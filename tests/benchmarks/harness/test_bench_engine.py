@@ -57,7 +57,7 @@ def test_ratios_are_taken_within_rounds():
 
 def test_every_candidate_runs_once_per_round_in_an_order_that_rotates():
     meter = FakeMeter({"a": 0.01, "b": 0.02, "c": 0.04})
-    interleave(["a", "b", "c"], meter, Effort(rounds=3, least=3))
+    interleave(["a", "b", "c"], meter, Effort(rounds=3, least=3, warm=0.0))
     rounds = [[name for r, name, _ in meter.calls if r == i] for i in range(3)]
     assert rounds == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
 
@@ -123,7 +123,7 @@ def test_one_round_near_the_goal_keeps_a_case_going():
 
 def test_only_clean_rounds_settle_a_case():
     meter = FakeMeter({"ours": 1.0, "peer": 2.0}, [0.9, 0.0, 0.9, 0.0, 0.0, 0.0, 0.0])
-    samples = interleave(["ours", "peer"], meter, Effort(rounds=9, budget=1e9), lambda samples: True)
+    samples = interleave(["ours", "peer"], meter, Effort(rounds=9, least=5, budget=1e9), lambda samples: True)
     assert (samples.taken, samples.clean, len(samples.rounds)) == (7, 5, 5)
 
 
@@ -174,7 +174,7 @@ def test_a_ratio_of_nan_misses_its_goal():
         (2.5, 0.9, True, False),
         (2.5, 0.1, True, False),
         (1.0, 0.9, True, False),
-        (1.0, 0.7, False, False),
+        (1.0, 0.6, False, False),
         (1.0, 0.79, False, True),
         (2.5, 0.79, True, False),  # the share is near its goal, and does not matter
         (2.01, 0.1, True, True),
@@ -240,7 +240,7 @@ def test_repeated_samples_add_up_and_clean_rounds_take_precedence():
     assert (busy + busy).rounds == [{"ours": 9.0}] * 4
 
 
-@pytest.mark.parametrize(("ratio", "close"), [(2.0, True), (1.91, True), (2.09, True), (1.85, False), (2.15, False)])
+@pytest.mark.parametrize(("ratio", "close"), [(2.0, True), (1.61, True), (2.09, True), (1.55, False), (2.15, False)])
 def test_a_figure_near_its_goal_is_close_on_either_side(ratio, close):
     samples = Samples([{"ours": 1.0, "peer": ratio}], 1, 1)
     (row,) = rows("suite", case(), "default", samples, goal=lambda peer: 2.0)
@@ -264,18 +264,38 @@ class FakeWorkers(FakeMeter):
 
 def run_case(monkeypatch, seconds, goal, growth_goal=None, **kw):
     monkeypatch.setattr(runner, "ratio_goal", lambda backend, name, *others: growth_goal if name == "growth" else goal)
-    results = Results()
     effort = Effort(rounds=7, least=5, budget=1e9)
-    CaseRun("suite", 0, case(**kw), "default", "cpu_ref", (), effort, results).measure(FakeWorkers(seconds))
-    return results
+    run = CaseRun("suite", 0, case(**kw), "default", "cpu_ref", (), effort)
+    runner.measure([run], FakeWorkers(seconds), lambda line: None)
+    return Results(run.rows(), run.absent)
 
 
 @pytest.mark.parametrize(
-    ("goal", "rounds"), [(2.0, 21), (1.95, 21), (2.05, 21), (1.5, 5), (1.85, 7), (3.0, 7), (None, 5)]
+    ("goal", "rounds"), [(2.0, 21), (1.95, 21), (2.05, 21), (2.4, 21), (1.5, 5), (1.85, 7), (3.0, 7), (None, 5)]
 )
 def test_a_figure_near_its_goal_is_measured_again_and_one_far_above_in_fewer_rounds(monkeypatch, goal, rounds):
     (row,) = run_case(monkeypatch, {"ours": 1.0, "peer": 2.0}, goal).rows
     assert row.rounds == rounds
+
+
+def test_close_cases_are_measured_again_after_the_others_and_all_rounds_count(monkeypatch):
+    """A disturbance during the first measurement of a case does not decide its verdict."""
+    monkeypatch.setattr(runner, "ratio_goal", lambda backend, name, *others: None if name == "growth" else 2.0)
+    effort = Effort(rounds=5, least=5, budget=1e9)
+    runs = [CaseRun("suite", i, case(), "default", "cpu_ref", (), effort) for i in range(2)]
+    workers, lines = FakeWorkers({"ours": 1.0, "peer": lambda r: 1.8 if r < 5 else 2.5}), []
+    runner.measure(runs, workers, lines.append)
+    shown = [line.rpartition("malloc: ")[2] for line in lines]
+    assert shown == ["1.80x peer", "2.50x peer", "2.15x peer, measured 2 times"]
+    first, second = (run.rows()[0] for run in runs)
+    assert (first.rounds, second.rounds) == (10, 5)
+    assert (first.ratio_median, first.ratio_min, first.met) == (2.15, 1.8, True)
+
+
+def test_threads_that_slept_are_woken_by_calls_that_are_not_timed():
+    meter = FakeMeter({"short": 0.001, "long": 3.0})
+    interleave(["short", "long"], meter, Effort(rounds=1, least=1, seconds=0.02, warm=0.012))
+    assert [(name, n) for r, name, n in meter.calls if r == 0] == [("short", 12), ("short", 20), ("long", 1)]
 
 
 def test_a_point_of_a_series_with_a_goal_gets_all_its_rounds(monkeypatch):
