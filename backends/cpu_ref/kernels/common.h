@@ -112,8 +112,10 @@ HAL_INLINE double sqrt_f64(double x) { return sqrt(x); }
 // Results larger than this are written with non-temporal stores: an ordinary store first reads the line that it is
 // about to overwrite, and a block of this size is seldom still cached when the allocator reuses it. Smaller results are
 // faster with ordinary stores. This is a constant because in a virtual machine sysconf(_SC_LEVEL3_CACHE_SIZE) may
-// report the sum of the host's caches.
+// report the sum of the host's caches; build.py lowers it for processors whose third level is slow.
+#ifndef HAL_STREAM_MIN
 #define HAL_STREAM_MIN ((int64_t)6 << 20)
+#endif
 
 // Writes one cache line with a non-temporal store. Another thread may read it after the writer's stream_end().
 #if defined(__AVX512F__)

@@ -154,7 +154,9 @@ int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
     plan->segment_count = plan->threads * rounds;
     plan->pieces = malloc((size_t)(heads + plan->segment_count) * sizeof *plan->pieces);
     plan->segments = malloc((size_t)(plan->segment_count + 1) * sizeof *plan->segments);
-    if (!plan->pieces || !plan->segments) return 1;
+    plan->next = malloc((size_t)plan->threads * sizeof *plan->next);
+    if (!plan->pieces || !plan->segments || !plan->next) return 1;
+    for (int t = 0; t < plan->threads; t++) plan->next[t] = plan->segment_count * t / plan->threads;
 
     int64_t passed = 0, segment = 0, count = 0, slots = 0;
     plan->segments[0] = 0;
@@ -186,6 +188,7 @@ int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
 void fa_plan_free(struct fa_plan *plan) {
     free(plan->pieces);
     free(plan->segments);
+    free((void *)plan->next);
 }
 
 static int rises(const int32_t *cu, int64_t batch, int64_t tokens) {

@@ -410,8 +410,7 @@ int CAT(fa_backward_, FA_KIND)(const struct fa_call *call, const struct fa_plan 
             memset(own.ds_rows, 0, FA_KEYS * ROW * sizeof(unit));
         }
         tiles_begin(TILE);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t s = 0; s < plan->segment_count; s++)
+        for (int64_t s; (s = fa_next_segment(plan, omp_get_thread_num())) >= 0;)
             for (int64_t p = plan->segments[s]; p < plan->segments[s + 1]; p++) {
                 struct backward_space space = own;
                 if (plan->pieces[p].slot >= 0) {
@@ -420,6 +419,7 @@ int CAT(fa_backward_, FA_KIND)(const struct fa_call *call, const struct fa_plan 
                 }
                 backward_piece(call, &plan->pieces[p], &space);
             }
+#pragma omp barrier
         for (int64_t p = 0, count; p < plan->piece_count; p += count) {
             const struct fa_piece *first = &plan->pieces[p];
             for (count = 1; p + count < plan->piece_count && first[count].t0 > 0; count++) continue;

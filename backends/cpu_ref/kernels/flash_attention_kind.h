@@ -132,8 +132,7 @@ int CAT(fa_forward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *
         struct carver carver = {workspace + bytes * (size_t)omp_get_thread_num(), 0};
         const struct forward_space space = forward_carve(&carver, call, plan);
         tiles_begin(TILE);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t s = 0; s < plan->segment_count; s++)
+        for (int64_t s; (s = fa_next_segment(plan, omp_get_thread_num())) >= 0;)
             for (int64_t p = plan->segments[s]; p < plan->segments[s + 1]; p++)
                 run_piece(call, &plan->pieces[p], &space);
         tiles_end();

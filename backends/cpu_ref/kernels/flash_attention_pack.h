@@ -101,14 +101,11 @@ HAL_INLINE void fetch_rows(const char *row, int64_t stride, int64_t rows, int64_
 
 // dst [rows][ld] = rows of n elements as units along the row, zero up to ld.
 static void pack_rows(unit *dst, int64_t ld, const char *src, int64_t stride, int64_t dtype, int64_t rows, int64_t n) {
-#ifdef FA_KIND_BF16
-    (void)dtype;
-    if (n == ld * KU) {  // avoids memset and memcpy, whose calls take longer than copying a short row
+    if (is_unit(dtype) && n == ld * KU) {  // avoids memset and memcpy, whose calls take longer than copying a short row
         for (int64_t r = 0; r < rows; r++, dst += ld, src += stride)
             for (int64_t e = 0; e < ld; e += W) store_units(dst + e, load_units((const unit *)src + e));
         return;
     }
-#endif
     for (int64_t r = 0; r < rows; r++, dst += ld, src += stride) {
         memset(dst + n / KU, 0, (size_t)(ld - n / KU) * sizeof(unit));
 #ifdef FA_KIND_BF16

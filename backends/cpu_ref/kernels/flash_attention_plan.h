@@ -4,6 +4,8 @@
 #include "common.h"
 #include "flash_attention_api.h"
 
+#include <stdatomic.h>
+
 enum {
     FA_QUERIES = 48,  // queries of a tile: three 512-bit vectors of float
     FA_SUB = 16,      // the band is trimmed in blocks of 16 keys x 16 queries
@@ -76,12 +78,25 @@ struct fa_plan {
     struct fa_piece *pieces;
     int64_t *segments;  // segment s is pieces [segments[s], segments[s + 1]); one thread runs it
     int64_t segment_count, piece_count, slot_count, longest_sk;
+    _Atomic int64_t *next;  // for each thread, the next of its own segments
     int threads;
 };
 
 // Returns 0, or 1 when out of memory; fa_plan_free releases it.
 int fa_plan_make(const struct fa_call *call, struct fa_plan *plan);
 void fa_plan_free(struct fa_plan *plan);
+
+// The next segment for a thread, or -1 at the end. A thread first runs its own segments, which are the same ones in the
+// forward and the backward pass, so that it finds their operands in its cache. Then it takes those of threads that are
+// late because other processes use their cores.
+static inline int64_t fa_next_segment(const struct fa_plan *plan, int thread) {
+    for (int i = 0; i < plan->threads; i++) {
+        const int owner = (thread + i) % plan->threads;
+        const int64_t segment = atomic_fetch_add(&plan->next[owner], 1);
+        if (segment < plan->segment_count * (owner + 1) / plan->threads) return segment;
+    }
+    return -1;
+}
 
 // A workspace of at least `bytes`, 64-byte aligned, or NULL; flash_attention.c describes its ownership.
 void *fa_acquire(size_t bytes);

@@ -302,3 +302,10 @@ def test_kernels_compile_without_warnings(source: Path) -> None:
     command = [*build.find_compiler(), *flags, "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_intels_processors_stream_results_above_their_second_level_of_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' limit for non-temporal stores is lowered by a flag there, and only there."""
+    for vendor, expected in (("GenuineIntel", [f"-DHAL_STREAM_MIN={2 << 20}"]), ("AuthenticAMD", [])):
+        monkeypatch.setattr(cpu, "processor_facts", lambda vendor=vendor: {"vendor_id": vendor})
+        assert [flag for flag in build._wanted_flags() if "HAL_STREAM_MIN" in flag] == expected
