@@ -122,6 +122,7 @@ def copy(mine: GatedDeltaNet, theirs: nn.Module, c: Config) -> None:
 
 
 def test_the_layer_is_megatrons(cpu_ref: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
     config = Config(**SIZES)
     init = Init(3, torch.float32, torch.device("cpu"))
     mine, theirs = GatedDeltaNet(config, init, "layer", 0), megatrons(config, monkeypatch)
@@ -132,7 +133,8 @@ def test_the_layer_is_megatrons(cpu_ref: Any, monkeypatch: pytest.MonkeyPatch) -
     x = torch.randn(70, 2, 32, generator=torch.Generator().manual_seed(1))
     left, right = x.clone().requires_grad_(), x.clone().requires_grad_()
     result, (expected, _) = mine(left, SharedInputs()), theirs(right, None)
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    # The largest difference was 1.2e-5 with 60 seeds; results are up to 2.3.
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=5e-5)
     upstream = torch.randn_like(result)
     result.backward(upstream), expected.backward(upstream)
     torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-4)
