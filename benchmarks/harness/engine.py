@@ -60,7 +60,8 @@ class Effort:
         30 rounds of 15 ms from 68 to 74 %.
     seconds: per candidate and round.
     warm: seconds of calls that are not timed, before those of each round. The scheduler needs some milliseconds to give
-        each thread that slept a processor of its own.
+        each thread that slept a processor of its own, and OpenMP's threads of the candidate before wait actively for a
+        few. Calls that take longer than that begin cold.
     """
 
     rounds: int = 15

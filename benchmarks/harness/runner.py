@@ -128,8 +128,7 @@ class CaseRun:
         if not peers and (self.peers or not self.case.budgets):
             return
         if self.samples is not None:
-            measured = self.samples.rounds[0]
-            peers = [n for n in peers if n in measured]
+            peers = [n for n in peers if n in self.samples.rounds[0]]
         try:
             available = self._prepare(workers, peers)
             if OURS not in available:
@@ -149,10 +148,11 @@ class CaseRun:
             raise
         finally:
             workers.release()
-        ours = self._rows(samples)[0].ours
-        if self.case.quantity == "bytes" and ours <= 0:
+        measured = self._rows(samples)
+        if self.case.quantity == "bytes" and any(r.ours <= 0 for r in measured):
             # The call used memory that the process already had, so the ratio would be meaningless.
-            self._add_absent([*peers, *self.case.budgets], f"no memory was seen to be used ({ours:.0f} bytes)")
+            seen = f"no memory was seen to be used ({measured[0].ours:.0f} bytes)"
+            self._add_absent([*peers, *self.case.budgets], seen)
             return
         self.samples = samples if self.samples is None else self.samples + samples
 

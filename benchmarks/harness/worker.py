@@ -42,19 +42,7 @@ def timed(thunk: Thunk, n: int) -> float:
     for _ in repeat(None, n):
         thunk()
     target.backend().synchronize()
-    seconds = clock() - start
-    _wait_until_idle()
-    return seconds
-
-
-def _wait_until_idle() -> None:
-    """Waits until this process uses no processor: the threads of OpenMP wait actively for some milliseconds after a
-    call, and would slow down the candidate that is measured next."""
-    for _ in range(100):
-        used = time.process_time()
-        time.sleep(0.001)
-        if time.process_time() - used < 0.0003:
-            return
+    return clock() - start
 
 
 def _status(key: str) -> int:

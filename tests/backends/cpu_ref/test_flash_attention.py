@@ -4,6 +4,9 @@ the dropout bits, bit-equal repetition and the size of the workspace."""
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -499,3 +502,25 @@ def test_what_one_head_hides_from_few_queries_reaches_it_from_no_other(dtype: to
     spoiled = ops.flash_attention(q, k, v, layout="BNSD", mask=mask)
     assert torch.equal(spoiled[:, 0], clean[:, 0])
     assert not spoiled[:, 1].any() and spoiled[:, 2].isnan().any()
+
+
+_FEWER_THREADS = """
+import torch, hal
+from hal import ops
+hal.use("cpu_ref")
+torch.set_num_threads(4)
+torch.manual_seed(0)
+q, k, v, upstream = (torch.randn(1, 6, 200, 64, requires_grad=i < 3) for i in range(4))
+out = ops.flash_attention(q, k, v, layout="BNSD", num_heads=6, num_kv_heads=6, pre_tokens=None, next_tokens=0)
+expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+for a, b in zip((out, *torch.autograd.grad(out, (q, k, v), upstream)),
+                (expected, *torch.autograd.grad(expected, (q, k, v), upstream))):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+"""
+
+
+def test_segments_of_threads_that_the_system_does_not_grant_are_run_by_others() -> None:
+    """The work is divided for four threads, and the parallel region gets one."""
+    env = {**os.environ, "OMP_THREAD_LIMIT": "1"}
+    done = subprocess.run([sys.executable, "-c", _FEWER_THREADS], env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from hal.bench.harness import runner
 from hal.bench.harness.case import Candidate, Case
 from hal.bench.harness.engine import CEILING, Effort, Samples, growth, interleave, rows, slope
 from hal.bench.harness.runner import CaseRun, Results
+from hal.bench.harness.workers import Unavailable
 
 
 class FakeMeter:
@@ -290,6 +291,17 @@ def test_close_cases_are_measured_again_after_the_others_and_all_rounds_count(mo
     first, second = (run.rows()[0] for run in runs)
     assert (first.rounds, second.rounds) == (10, 5)
     assert (first.ratio_median, first.ratio_min, first.met) == (2.15, 1.8, True)
+
+
+def test_a_case_whose_peers_all_cannot_run_is_absent():
+    class WithoutPeers(FakeWorkers):
+        def prepare(self, index, case, name, allocator):
+            if name == "peer":
+                raise Unavailable("not installed")
+
+    run = CaseRun("suite", 0, case(), "default", "cpu_ref", (), Effort(budget=1e9))
+    runner.measure([run], WithoutPeers({"ours": 1.0}), lambda line: None)
+    assert run.rows() == [] and [(a.peer, a.reason) for a in run.absent] == [("peer", "not installed")]
 
 
 def test_threads_that_slept_are_woken_by_calls_that_are_not_timed():

@@ -134,7 +134,7 @@ def test_the_layer_is_megatrons(cpu_ref: Any, monkeypatch: pytest.MonkeyPatch) -
     left, right = x.clone().requires_grad_(), x.clone().requires_grad_()
     result, (expected, _) = mine(left, SharedInputs()), theirs(right, None)
     # The largest difference was 1.2e-5 with 60 seeds; results are up to 2.3.
-    torch.testing.assert_close(result, expected, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=2e-5)
     upstream = torch.randn_like(result)
     result.backward(upstream), expected.backward(upstream)
     torch.testing.assert_close(left.grad, right.grad, rtol=1e-4, atol=1e-4)
