@@ -27,7 +27,7 @@ def _bf16() -> bool:
 
 
 def _amx() -> bool:
-    """Of attention, only the products are faster there: it runs at 50 to 77 % of their rate."""
+    """Of attention, only the products are faster there: it runs at 77 % of their rate at most."""
     return "amx_bf16" in machine.features()
 
 
