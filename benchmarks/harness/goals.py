@@ -82,6 +82,7 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 3.2, holds=_bf16),
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 15.0, holds=_fast_mkl),
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
+    Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 2.5, holds=_fast_mkl),
     Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 4.0, holds=_avx512),
     Goal("attention window fwd", "f32 * S4096 *", "flex", 2.8, holds=_avx512),
     # Shapes that do not fit the tiles: 80 % of the goals of even shapes.
