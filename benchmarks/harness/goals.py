@@ -76,14 +76,12 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("attention fwd*", "f32 * S512 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * S1024 * causal", "sdpa", 3.3, holds=_avx512),
     Goal("attention fwd*", "f32 * causal", "sdpa", 2.5, holds=_avx512),
-    Goal("attention fwd", "bf16 * S8192 * causal", "sdpa", 0.95, holds=_amx),
     Goal("attention fwd", "bf16 * causal", "sdpa", 1.05, holds=_amx),
     Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 1.5, holds=_amx),
     Goal("attention fwd", "bf16 * causal", "sdpa", 4.5, holds=_bf16),
     Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 3.2, holds=_bf16),
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 15.0, holds=_fast_mkl),
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 25.0, holds=_avx512),
-    Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 2.5, holds=_fast_mkl),
     Goal("attention window *", "f32 * S4096 *", "sdpa-chunked", 4.0, holds=_avx512),
     Goal("attention window fwd", "f32 * S4096 *", "flex", 2.8, holds=_avx512),
     # Shapes that do not fit the tiles: 80 % of the goals of even shapes.
@@ -121,7 +119,6 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("peak of a step", "*", "formula", 0.94),
     Goal("bytes sent to experts in a step", "*", "formula", 0.999),
     Goal("bubble", "*", "formula", 0.999),
-    Goal("training step", "f32 *", "eager", 1.15, "default", holds=_fast_mkl),
     Goal("training step", "f32 *", "eager", 2.0, "default", holds=_avx512),
     Goal("training step", "f32 *", "tuned *", 1.15, "pooled", holds=_avx512),
     Goal("training step", "bf16 *", "eager", 1.6, "default", holds=_bf16),
@@ -159,8 +156,6 @@ SHARES = [  # `peer` is the ceiling's name
     Goal("training step", "f32 *", "GEMM f32", 0.80, holds=_avx512),
     Goal("training step", "bf16 *", "GEMM bf16", 0.72, holds=_bf16),
     Goal("transformers *", "f32 * V8192", "GEMM f32", 0.85, holds=_avx512),
-    # Rows that do not begin at a cache line are computed in pieces and copied: 84 to 92 % on a Xeon.
-    *(Goal(f"odd {name}", "*", "copy", 0.80, "default", holds=_fast_mkl) for name in _FUSED),
     *(Goal(f"{odd}{name}", "*", "copy", 0.85, "default") for name in _FUSED for odd in ("", "odd ")),
     *(Goal(f"{odd}{name}", "*", "copy", 0.85, "pooled") for name in _FUSED[:2] for odd in ("", "odd ")),
 ]

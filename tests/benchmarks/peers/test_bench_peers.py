@@ -108,14 +108,6 @@ def test_every_odd_case_has_a_goal_and_a_ratio_is_four_fifths(monkeypatch):
         assert count, case.name
 
 
-@pytest.mark.parametrize(("vendor", "least"), [("AuthenticAMD", 0.85), ("GenuineIntel", 0.80)])
-def test_the_share_of_odd_widths_depends_on_the_vendor(vendor, least, monkeypatch):
-    monkeypatch.setattr(machine, "vendor", lambda: vendor)
-    for case in fused.cases():
-        if case.name.startswith("odd ") and "adamw" not in case.name:
-            assert goals.share(case.name, case.shape, "copy", "default") == least, case.name
-
-
 @pytest.mark.parametrize("name", sorted({op.name for op in fused._fused()}))
 def test_eager_peers_agree(name, monkeypatch):
     torch.manual_seed(0)
