@@ -132,9 +132,18 @@ static int64_t head_cost(const struct fa_sequence *seq) {
     return cost;
 }
 
+// Segments per thread: several, so that a thread whose core is slow, or which other processes share, leaves some to the
+// others. Backward, a cut head costs a reduction, so there are at most four, and none that would cut an additional head.
+// Forward, cuts are nearly free, but a segment should take much longer than its start: 10^6 multiplications are about
+// 10 us.
+static int64_t segments_per_thread(int forward, int64_t heads, int64_t multiplications, int64_t threads) {
+    const int64_t wanted = forward ? multiplications / 1000000 / threads : heads / threads, most = forward ? 16 : 4;
+    return wanted < 1 ? 1 : wanted > most ? most : wanted;
+}
+
 // Divides the sequence of the tiles of all heads into segments of equal cost. A head is cut only where a segment ends
-// inside it, so most heads are not cut, and there are at most two partial results per segment.
-int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
+// inside it, so that backward most heads are not cut, and there are at most two partial results per segment.
+int fa_plan_make(const struct fa_call *call, int forward, struct fa_plan *plan) {
     const struct hal_flash_attention *g = call->shape;
     const int64_t heads = g->batch * g->kv_heads;
     int64_t total = 0;
@@ -146,12 +155,9 @@ int fa_plan_make(const struct fa_call *call, struct fa_plan *plan) {
     }
     const int64_t group = g->heads / g->kv_heads;
     // Below about 10^6 multiplications a parallel region costs more than it saves.
-    plan->threads = total * group * FA_QUERIES * (g->head_size + g->value_size) < 2000000 ? 1 : omp_get_max_threads();
-    // Up to four segments per thread, as long as no additional heads are cut, balance the load when other processes
-    // use some of the cores.
-    int64_t rounds = heads / plan->threads;
-    rounds = rounds < 1 ? 1 : (rounds > 4 ? 4 : rounds);
-    plan->segment_count = plan->threads * rounds;
+    const int64_t multiplications = total * group * FA_QUERIES * (g->head_size + g->value_size);
+    plan->threads = multiplications < 2000000 ? 1 : omp_get_max_threads();
+    plan->segment_count = plan->threads * segments_per_thread(forward, heads, multiplications, plan->threads);
     plan->pieces = malloc((size_t)(heads + plan->segment_count) * sizeof *plan->pieces);
     plan->segments = malloc((size_t)(plan->segment_count + 1) * sizeof *plan->segments);
     plan->next = malloc((size_t)plan->threads * sizeof *plan->next);
@@ -214,7 +220,7 @@ static int run(const struct fa_call *call, int forward) {
     fa_pass *pass = passes[g->dtype][forward ? 0 : 1];
     if (!pass) return 3;
     struct fa_plan plan = {0};
-    int status = fa_plan_make(call, &plan);
+    int status = fa_plan_make(call, forward, &plan);
     if (!status) status = pass(call, &plan);
     fa_plan_free(&plan);
     return status;

@@ -106,9 +106,9 @@ static int ahead_start(struct ahead *a, const struct fa_call *call, const struct
     a->steps = ((now.end - now.first) / FA_KEYS + 1) * (now.t1 - now.t0) * FA_SUBS;
     if (now.first == 0 || rows * (d + e) * size <= FA_CACHED) return 0;
     if (++*head < (piece->kv_head + 1) * group) return 1;
-    if (now.t1 >= piece->t1) return 0;
+    if (now.t1 >= fa_tiles(seq)) return 0;
     *head = piece->kv_head * group;
-    *sweep = fa_sweep(seq, now.t1, piece->t1);
+    *sweep = fa_sweep(seq, now.t1, fa_tiles(seq));
     const int64_t from = now.end > sweep->first ? now.end : sweep->first;
     const char *ks = rows_of(call->k, g->k, g->dtype, seq->batch, seq->k0 + from, piece->kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq->batch, seq->k0 + from, piece->kv_head);
@@ -328,23 +328,29 @@ static struct forward_space forward_carve(struct carver *c, const struct fa_call
     };
 }
 
+// The keys of a head, up to `end`, that a thread has packed for the tiles before t1. Later tiles of the head use them.
+struct packed {
+    int64_t batch, kv_head, t1, end;
+};
+
 static void forward_piece(const struct fa_call *call, const struct fa_sequence *seq, const struct fa_piece *piece,
-                          const struct forward_space *w) {
+                          const struct forward_space *w, struct packed *packed) {
     const struct hal_flash_attention *g = call->shape;
     const char *ks = rows_of(call->k, g->k, g->dtype, seq->batch, seq->k0, piece->kv_head);
     const char *vs = rows_of(call->v, g->v, g->dtype, seq->batch, seq->k0, piece->kv_head);
     const struct operand k = operand_of(ks, g->k[1], g->head_size, g, 0, 0, w->k);
     const struct operand v = operand_of(vs, g->v[1], g->value_size, g, 1, 0, w->v);
     const int64_t group = g->heads / g->kv_heads;
-    int64_t packed = -1;
+    if (packed->batch != piece->batch || packed->kv_head != piece->kv_head || packed->t1 > piece->t0) packed->end = 0;
+    packed->batch = piece->batch, packed->kv_head = piece->kv_head, packed->t1 = piece->t1;
     struct fa_sweep sweep;
     for (int64_t tile = piece->t0; tile < piece->t1 && seq->sq > 0; tile = sweep.t1) {
         sweep = fa_sweep(seq, tile, piece->t1);
         // The visible range only moves forward, so every key is packed once, just before its first use.
-        if (packed < sweep.first) packed = sweep.first;
-        operand_fill(&k, g, packed, sweep.end);
-        operand_fill(&v, g, packed, sweep.end);
-        if (packed < sweep.end) packed = sweep.end & ~(int64_t)1;  // an incomplete pair at the end is packed again
+        if (packed->end < sweep.first) packed->end = sweep.first;
+        operand_fill(&k, g, packed->end, sweep.end);
+        operand_fill(&v, g, packed->end, sweep.end);
+        if (packed->end < sweep.end) packed->end = sweep.end & ~(int64_t)1;  // an incomplete pair is packed again
         for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++) {
             struct forward_state q[FA_SWEEP];
             const int64_t count = sweep.t1 - sweep.t0;

@@ -112,12 +112,13 @@ HAL_INLINE vec exp2_of(vec x) {
 
 // Up to FA_DECODE_QUERIES queries are bound by the memory traffic of K and V: they take the decode path, which has no
 // dropout. Its pieces are complete heads, because so few queries fit into one tile.
-static void run_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *space) {
+static void run_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *space,
+                      struct packed *packed) {
     const struct fa_sequence seq = fa_sequence(call, piece->batch);
     if (seq.sq > 0 && seq.sq <= FA_DECODE_QUERIES && !call->shape->dropout_threshold)
         decode_piece(call, &seq, piece->kv_head, space);
     else
-        forward_piece(call, &seq, piece, space);
+        forward_piece(call, &seq, piece, space, packed);
 }
 
 int CAT(fa_forward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *plan) {
@@ -131,10 +132,11 @@ int CAT(fa_forward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *
     {
         struct carver carver = {workspace + bytes * (size_t)omp_get_thread_num(), 0};
         const struct forward_space space = forward_carve(&carver, call, plan);
+        struct packed packed = {.batch = -1};
         tiles_begin(TILE);
         for (int64_t s; (s = fa_next_segment(plan, omp_get_thread_num())) >= 0;)
             for (int64_t p = plan->segments[s]; p < plan->segments[s + 1]; p++)
-                run_piece(call, &plan->pieces[p], &space);
+                run_piece(call, &plan->pieces[p], &space, &packed);
         tiles_end();
     }
     fa_release(workspace);

@@ -83,11 +83,11 @@ struct fa_plan {
 };
 
 // Returns 0, or 1 when out of memory; fa_plan_free releases it.
-int fa_plan_make(const struct fa_call *call, struct fa_plan *plan);
+int fa_plan_make(const struct fa_call *call, int forward, struct fa_plan *plan);
 void fa_plan_free(struct fa_plan *plan);
 
-// The next segment for a thread, or -1 at the end. A thread first runs its own segments, which are the same ones in the
-// forward and the backward pass, so that it finds their operands in its cache. Then it takes those of threads that are
+// The next segment for a thread, or -1 at the end. A thread first runs its own segments, which together are the same
+// part of the call in the forward and the backward pass, so that it finds their operands in its cache. Then it takes those of threads that are
 // late because other processes use their cores.
 static inline int64_t fa_next_segment(const struct fa_plan *plan, int thread) {
     for (int i = 0; i < plan->threads; i++) {
