@@ -147,10 +147,16 @@ def linear_wgrad(x: Tensor, dy: Tensor, main_grad: Tensor, main_bias_grad: Tenso
     if x.dtype == torch.float16:
         x, dy = x.float(), dy.float()
     # The kernel adds to main_grad while it writes, which saves a pass over it; small products gain nothing.
-    if x.numel() * dy.shape[-1] >= _SMALL and fast(x.dtype):
+    if x.numel() * dy.shape[-1] >= _SMALL and fast(x.dtype) and not _faster_by_mkl(x, dy):
         _kernel(_rows(dy).contiguous(), _rows(x).contiguous(), main_grad, main_bias_grad, add=True)
         return
     ops.linear_wgrad.reference(x, dy, main_grad, main_bias_grad)
+
+
+def _faster_by_mkl(x: Tensor, dy: Tensor) -> bool:
+    """Whether torch's addmm, which also adds in place, is faster than the kernel: for float32 on Intel's processors by 4
+    to 9 % where the weight is at least as wide as it is high; where it is higher, the kernel is by 2 to 4 %."""
+    return x.dtype == torch.float32 and dy.shape[-1] <= x.shape[-1] and cpu.vendor() == "GenuineIntel"
 
 
 @cache
