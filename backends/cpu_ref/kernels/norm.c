@@ -14,7 +14,12 @@
 
 #include "norm_api.h"
 
-enum { ROWS = 4 };
+enum {
+    ROWS = 4,
+    // Backward, rows of at most this many bytes are streamed ROWS at a time, because they are adjacent: only the first and
+    // the last cache line is incomplete. They take 12 KiB, which leaves room in L1 for x and dy.
+    WHOLE = STREAM_PIECE * 3 / 4,
+};
 
 #define HAL_SELF "norm.c"
 #ifndef HAL_OTHERS
@@ -142,7 +147,13 @@ HAL_INLINE void NAME(norm_bwd_rows)(const int count, const int centered, const i
     }
     enum { LINE = 64 / sizeof(T), PIECE = STREAM_PIECE / 2 / sizeof(T) };
     if (stream == STREAM_PIECES) {
-        _Alignas(64) T piece[ROWS * PIECE];  // half a piece of each row: 8 KiB, which leaves room in L1 for x and dy
+        _Alignas(64) T piece[ROWS * WHOLE / sizeof(T)];
+        if (width * (int64_t)sizeof(T) <= WHOLE) {
+            NAME(norm_bwd_columns)(count, centered, x, dy, weight, mean, rstd, g_mean, gn_mean, piece, width, 0, dw, db, width,
+                                   width);
+            stream_copy(dx, piece, count * width * (int64_t)sizeof(T));
+            return;
+        }
         for (int64_t i = 0; i < width; i += PIECE) {
             const int64_t columns = i + PIECE < width ? PIECE : width - i;
             NAME(norm_bwd_columns)(count, centered, x + i, dy + i, weight + i, mean, rstd, g_mean, gn_mean, piece, PIECE, 0,
