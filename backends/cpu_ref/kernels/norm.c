@@ -14,6 +14,11 @@
 
 #include "norm_api.h"
 
+// Forward, the rows that come ROWS later are prefetched if they have at most this many bytes; 0: never.
+#ifndef HAL_FETCHED_ROW
+#define HAL_FETCHED_ROW 0
+#endif
+
 enum {
     ROWS = 4,
     // Backward, rows of at most this many bytes are streamed ROWS at a time, because they are adjacent: only the first and
@@ -62,6 +67,8 @@ HAL_INLINE void NAME(norm_fwd_rows)(const int count, const int centered, const i
     for (int r = 0; r < count; r++) {
         const T *xr = x + r * width;
         const real m = mean[r], scale = rstd[r];
+        if (stream && width * (int64_t)sizeof(T) <= HAL_FETCHED_ROW)
+            PREFETCH((uintptr_t)(xr + ROWS * width), width * (int64_t)sizeof(T), 3);
         if (centered)
             STORE_ROW(stream, y + r * width, width, i, (LOAD(xr + i) - m) * scale * weight[i] + bias[i]);
         else

@@ -304,8 +304,10 @@ def test_kernels_compile_without_warnings(source: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_intels_processors_stream_results_above_their_second_level_of_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernels' limit for non-temporal stores is lowered by a flag there, and only there."""
-    for vendor, expected in (("GenuineIntel", [f"-DHAL_STREAM_MIN={2 << 20}"]), ("AuthenticAMD", [])):
+def test_intels_processors_have_limits_of_their_own_for_streams_and_prefetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' limits for non-temporal stores and for prefetched rows are set by flags there, and only there."""
+    limits = [f"-DHAL_STREAM_MIN={2 << 20}", f"-DHAL_FETCHED_ROW={4 << 10}"]
+    for vendor, expected in (("GenuineIntel", limits), ("AuthenticAMD", [])):
         monkeypatch.setattr(cpu, "processor_facts", lambda vendor=vendor: {"vendor_id": vendor})
-        assert [flag for flag in build._wanted_flags() if "HAL_STREAM_MIN" in flag] == expected
+        flags = build._wanted_flags()
+        assert [flag for flag in flags if "HAL_STREAM_MIN" in flag or "HAL_FETCHED_ROW" in flag] == expected
