@@ -23,7 +23,7 @@
 // stored once per 96 keys (48 keys were about 4 % slower, 128 no faster).
 //
 // Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles), from cache: at most S (D + E) elements,
-// packed once if their rows are not adjacent or need conversion. Q, dO and O are read once, out and dQ written once;
+// packed once by each thread that works on the head if their rows are not adjacent or need conversion. Q, dO and O are read once, out and dQ written once;
 // backward adds one read and write of the dK, dV scratch per 96 queries. The S x S matrices are never formed. Scratch:
 // per thread packed K and V of one head (backward: also its dK and dV in float), plus dK and dV of the heads that are
 // cut between threads.
@@ -142,7 +142,7 @@ static int64_t segments_per_thread(int forward, int64_t heads, int64_t multiplic
 }
 
 // Divides the sequence of the tiles of all heads into segments of equal cost. A head is cut only where a segment ends
-// inside it, so that backward most heads are not cut, and there are at most two partial results per segment.
+// inside it, so most heads are not cut backward, and there are at most two partial results per segment.
 int fa_plan_make(const struct fa_call *call, int forward, struct fa_plan *plan) {
     const struct hal_flash_attention *g = call->shape;
     const int64_t heads = g->batch * g->kv_heads;

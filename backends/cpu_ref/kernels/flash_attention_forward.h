@@ -328,7 +328,8 @@ static struct forward_space forward_carve(struct carver *c, const struct fa_call
     };
 }
 
-// The keys of a head, up to `end`, that a thread has packed for the tiles before t1. Later tiles of the head use them.
+// The keys of a head, up to `end`, that a thread has packed for the tiles before t1. Later tiles of the head use them;
+// earlier ones, which the thread takes over from another, may see keys before the first packed one.
 struct packed {
     int64_t batch, kv_head, t1, end;
 };

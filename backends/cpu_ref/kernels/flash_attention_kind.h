@@ -115,10 +115,12 @@ HAL_INLINE vec exp2_of(vec x) {
 static void run_piece(const struct fa_call *call, const struct fa_piece *piece, const struct forward_space *space,
                       struct packed *packed) {
     const struct fa_sequence seq = fa_sequence(call, piece->batch);
-    if (seq.sq > 0 && seq.sq <= FA_DECODE_QUERIES && !call->shape->dropout_threshold)
+    if (seq.sq > 0 && seq.sq <= FA_DECODE_QUERIES && !call->shape->dropout_threshold) {
+        packed->batch = -1;  // decoding overwrites the packed keys
         decode_piece(call, &seq, piece->kv_head, space);
-    else
+    } else {
         forward_piece(call, &seq, piece, space, packed);
+    }
 }
 
 int CAT(fa_forward_, FA_KIND)(const struct fa_call *call, const struct fa_plan *plan) {

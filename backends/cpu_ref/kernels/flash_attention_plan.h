@@ -87,8 +87,8 @@ int fa_plan_make(const struct fa_call *call, int forward, struct fa_plan *plan);
 void fa_plan_free(struct fa_plan *plan);
 
 // The next segment for a thread, or -1 at the end. A thread first runs its own segments, which together are the same
-// part of the call in the forward and the backward pass, so that it finds their operands in its cache. Then it takes those of threads that are
-// late because other processes use their cores.
+// part of the call in the forward and the backward pass, so that it finds their operands in its cache. Then it takes
+// those of threads that are late because other processes use their cores.
 static inline int64_t fa_next_segment(const struct fa_plan *plan, int thread) {
     for (int i = 0; i < plan->threads; i++) {
         const int owner = (thread + i) % plan->threads;

@@ -353,6 +353,18 @@ def test_a_cut_head_equals_a_whole_one(threads: Any) -> None:
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_a_thread_that_takes_over_earlier_queries_packs_their_keys(threads: Any) -> None:
+    """The mask hides all keys from the second half of the queries, so the thread of that half helps with the first."""
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, 1, 4000, 20) for _ in range(3))  # 20 channels are not used in place
+    mask = (torch.arange(4000) >= 2000)[:, None].expand(4000, 4000).contiguous()
+    outs = []
+    for team in (1, *[2] * 10):
+        threads(team)
+        outs.append(ops.flash_attention(q, k, v, layout="BNSD", mask=mask, pre_tokens=200, next_tokens=0))
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["f32", "bf16", "f16"])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_poison_reaches_those_who_see_it(poison: float, dtype: torch.dtype) -> None:
