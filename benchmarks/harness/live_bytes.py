@@ -40,7 +40,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = _storages((args, kwargs))
+        # resize_ may be the first operation that returns a storage, because frombuffer is not dispatched.
+        inputs = {} if function is torch.ops.aten.resize_.default else _storages((args, kwargs))
         result = function(*args, **(kwargs or {}))
         new = {key: s for key, s in _storages(result).items() if key not in inputs}
         if new:

@@ -65,7 +65,10 @@ class MemoryHistory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sweep()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {s._cdata for s in _storages((args, kwargs))}  # before the call, since set_ replaces a storage
+        # Taken before the call, since set_ replaces a storage. resize_ may be the first operation that returns one,
+        # because frombuffer is not dispatched.
+        resizes = function is torch.ops.aten.resize_.default
+        inputs = set() if resizes else {s._cdata for s in _storages((args, kwargs))}
         result = function(*args, **(kwargs or {}))
         for storage in _storages(result):
             if storage._cdata not in self._alive and storage._cdata not in inputs:

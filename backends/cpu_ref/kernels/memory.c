@@ -44,6 +44,15 @@ int hal_keep_freed_memory(void) {
 #endif
 }
 
-void *hal_allocate(size_t bytes) { return malloc(bytes); }
+enum { ALIGNMENT = 64 };
 
-void hal_free(void *block) { free(block); }
+// The address of the plain block is kept in front of the aligned one.
+void *hal_allocate(size_t bytes) {
+    void *plain = malloc(bytes + ALIGNMENT);
+    if (!plain) return 0;
+    void **block = (void **)(((uintptr_t)plain + ALIGNMENT) & ~(uintptr_t)(ALIGNMENT - 1));
+    block[-1] = plain;
+    return block;
+}
+
+void hal_free(void *block) { free(((void **)block)[-1]); }

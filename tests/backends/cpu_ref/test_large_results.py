@@ -57,7 +57,7 @@ def freed(monkeypatch) -> list[int]:
         lib.hal_free(block)
 
     allocator = ffi.new_allocator(lib.hal_allocate, free, should_clear_after_alloc=False)
-    monkeypatch.setattr(memory, "_allocator", lambda: allocator)
+    monkeypatch.setattr(memory, "_allocator", lambda: (allocator, ffi.buffer))
     return addresses
 
 

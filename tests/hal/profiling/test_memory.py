@@ -23,6 +23,14 @@ def test_a_storage_counts_from_its_operation_until_nothing_refers_to_it():
     assert memory.peak() == {REST: 11960}
 
 
+def test_a_storage_that_no_operation_made_counts_once_it_is_resized():
+    with MemoryHistory() as memory:
+        x = torch.frombuffer(bytearray(4000), dtype=torch.float32).resize_(10, 100)
+        x.resize_(1000)
+        del x
+    assert memory.peak() == {REST: 4000} and memory.curve()[1][REST][-1] == 0
+
+
 def test_a_kind_holds_for_the_whole_life_and_for_storages_of_before():
     weight = torch.ones(100, requires_grad=True)
     with MemoryHistory() as memory:
