@@ -13,7 +13,7 @@ from hal.backend_tools import rows_of
 from .build import lib_for
 from .device import CpuRef
 from .memory import empty_like
-from .tensors import CODE, REAL, addresses, parameter, refuses
+from .tensors import CODE, REAL, parameter, refuses
 
 
 def _backward(residuals: tuple[Tensor, Tensor, Tensor | None, Tensor], dy: Tensor) -> tuple[Tensor, ...]:
@@ -28,16 +28,22 @@ def _backward(residuals: tuple[Tensor, Tensor, Tensor | None, Tensor], dy: Tenso
     lib_for(x.dtype).hal_norm_bwd(
         CODE[x.dtype],
         db is not None,
-        *addresses(x, w),
+        x.data_ptr() or address(x),
+        w.data_ptr() or address(w),
         mean,
         rstd,
-        *addresses(dy, dx, dw, db),
+        dy.data_ptr() or address(dy),
+        dx.data_ptr() or address(dx),
+        dw.data_ptr() or address(dw),
+        0 if db is None else db.data_ptr() or address(db),
         rows_of(x),
         x.shape[-1],
     )
+    if weight.dtype is not real:
+        dw = dw.to(weight.dtype)
     if bias is None or db is None:
-        return dx, dw.to(weight.dtype)
-    return dx, dw.to(weight.dtype), db.to(bias.dtype)
+        return dx, dw
+    return dx, dw, db if bias.dtype is real else db.to(bias.dtype)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = 1e-5) -> tuple[Tensor, tuple[Any, ...]]:

@@ -109,9 +109,12 @@ class _Differentiable:
         if self.op.nondiff_outputs and isinstance(output, tuple):
             ctx.mark_non_differentiable(*(output[i] for i in self.op.nondiff_outputs))
         # Only tensors saved this way are freed with the graph and checked against changes in place. Each leaves a
-        # placeholder among the residuals; plain values are kept as they are.
-        ctx.save_for_backward(*(r for r in residuals if isinstance(r, Tensor)))
-        ctx.plain = tuple(_SAVED_TENSOR if isinstance(r, Tensor) else r for r in residuals)
+        # placeholder among the residuals; plain values are kept as they are. Without plain values, nothing is kept.
+        tensors = [r for r in residuals if isinstance(r, Tensor)]
+        ctx.save_for_backward(*tensors)
+        ctx.plain = ()
+        if len(tensors) < len(residuals):
+            ctx.plain = tuple(_SAVED_TENSOR if isinstance(r, Tensor) else r for r in residuals)
         return output
 
     def backward(self, ctx: Any, *output_grads: Any) -> Any:
@@ -131,13 +134,18 @@ class _Differentiable:
 
     def _gradients(self, ctx: Any, saved: tuple[Tensor, ...], output_grads: tuple[Any, ...]) -> tuple[Any, ...]:
         """One gradient per argument of the call, None for those that have none."""
-        tensors = iter(saved)
-        residuals = tuple(next(tensors) if r is _SAVED_TENSOR else r for r in ctx.plain)
+        residuals = saved
+        if ctx.plain:
+            tensors = iter(saved)
+            residuals = tuple(next(tensors) if r is _SAVED_TENSOR else r for r in ctx.plain)
         if self.op.nondiff_outputs and len(output_grads) > 1:
             output_grads = tuple(g for i, g in enumerate(output_grads) if i not in self.op.nondiff_outputs)
-        needs = {"needs": tuple(ctx.needs_input_grad[slot] for slot in self.slots)} if self.takes_needs else {}
         try:
-            grads = self.bwd(residuals, *output_grads, **needs)
+            if self.takes_needs:
+                needs = tuple(ctx.needs_input_grad[slot] for slot in self.slots)
+                grads = self.bwd(residuals, *output_grads, needs=needs)
+            else:
+                grads = self.bwd(residuals, *output_grads)
         except RuntimeError as error:
             if any(map(_batched, output_grads)):
                 raise UnsupportedOp(
