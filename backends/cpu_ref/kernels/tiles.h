@@ -36,9 +36,10 @@ HAL_INLINE void tiles_end(void) { __asm__ volatile("tilerelease"); }
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(at), "r"((int64_t)(ld) * 4) : "memory")
 #define TILE_PRODUCT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
 
-// mt x nt (1 or 2, constants after inlining) tiles of C. A(m, kk) = a[m * row + kk / TILE * step + kk % TILE].
+// mt x nt (1 or 2, constants after inlining) tiles of C. A(m, kk) = a[m * row + kk / TILE * step + kk % TILE]. The tiles
+// of A that come `ahead` steps later are prefetched (a constant, too; 0: none).
 HAL_INLINE void tile_block(int mt, int nt, int64_t depth, const unit *a, int64_t row, int64_t step, const unit *b,
-                           int64_t ldb, real *c, int64_t ldc, int add) {
+                           int64_t ldb, real *c, int64_t ldc, int add, int ahead) {
     real *below = c + TILE * ldc;
     if (add) {
         TILE_LOAD(0, c, ldc);
@@ -52,6 +53,7 @@ HAL_INLINE void tile_block(int mt, int nt, int64_t depth, const unit *a, int64_t
         if (mt > 1 && nt > 1) TILE_ZERO(3);
     }
     for (int64_t kk = 0; kk < depth; kk += TILE, a += step, b += TILE * ldb) {
+        for (int r = 0; ahead && r < mt * TILE; r++) __builtin_prefetch(a + r * row + ahead * step, 0, 3);
         TILE_LOAD(4, a, row);
         TILE_LOAD(6, b, ldb);
         TILE_PRODUCT(0, 4, 6);
@@ -74,8 +76,8 @@ HAL_INLINE void tile_block(int mt, int nt, int64_t depth, const unit *a, int64_t
 HAL_INLINE void tile_row(int mt, int64_t vectors, int64_t depth, const unit *a, int64_t row, int64_t step, const unit *b,
                          int64_t ldb, real *c, int64_t ldc, int add) {
     int64_t j = 0;
-    for (; j + 2 <= vectors; j += 2) tile_block(mt, 2, depth, a, row, step, b + j * TILE, ldb, c + j * TILE, ldc, add);
-    if (j < vectors) tile_block(mt, 1, depth, a, row, step, b + j * TILE, ldb, c + j * TILE, ldc, add);
+    for (; j + 2 <= vectors; j += 2) tile_block(mt, 2, depth, a, row, step, b + j * TILE, ldb, c + j * TILE, ldc, add, 0);
+    if (j < vectors) tile_block(mt, 1, depth, a, row, step, b + j * TILE, ldb, c + j * TILE, ldc, add, 0);
 }
 
 HAL_INLINE void tile_rows(int64_t m, int64_t vectors, int64_t depth, const unit *a, int64_t row, int64_t step,
