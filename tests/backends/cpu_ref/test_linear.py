@@ -136,6 +136,25 @@ def test_the_gradients_of_a_large_layer_are_those_of_torch(biased):
         torch.testing.assert_close(got, expected.to(got.dtype), atol=2e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("biased", [True, False])
+def test_bfloat16_gradients_by_the_kernel_are_rounded_once(biased, monkeypatch):
+    if not linear.fast(torch.bfloat16):
+        pytest.skip("the kernel multiplies no bfloat16 on this processor")
+    monkeypatch.setattr(linear, "_has_amx", lambda: True)
+    torch.manual_seed(1)
+    x, dy = torch.randn(2, 2, 1030, 48).bfloat16()[:, 0], torch.randn(2, 1030, 80).bfloat16()
+    weight, bias = torch.randn(80, 48).bfloat16().requires_grad_(), torch.randn(80).bfloat16().requires_grad_()
+    calls = []
+    kernel = linear._kernel
+    monkeypatch.setattr(linear, "_kernel", lambda *args, **kwargs: calls.append(1) or kernel(*args, **kwargs))
+    leaves = (weight, bias) if biased else (weight,)
+    got = torch.autograd.grad(hal.ops.linear(x, weight, bias if biased else None), leaves, dy)
+    assert calls and all(g.dtype == torch.bfloat16 for g in got)
+    rows, x_rows = dy.double().reshape(-1, 80), x.double().reshape(-1, 48)
+    for g, expected in zip(got, (rows.T @ x_rows, rows.sum(0))):
+        torch.testing.assert_close(g.double(), expected, atol=1e-3, rtol=2**-8)
+
+
 def test_a_frozen_weight_costs_no_product(monkeypatch):
     x, weight, bias = large()
 
