@@ -52,7 +52,7 @@ def _large(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     allocate, buffer = _allocator()
     block = allocate("char[]", math.prod(shape) * dtype.itemsize)
     # resize_ gives the shape without a view, whose changes in place autograd restricts; the number of elements stays.
-    # The operation is visible to torch's memory counters.
+    # Unlike frombuffer, it is dispatched, so that counters of tensors' memory see it.
     return torch.frombuffer(buffer(block), dtype=dtype).resize_(shape)
 
 

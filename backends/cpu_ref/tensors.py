@@ -3,7 +3,7 @@
 Kernels take addresses, so tensors must be contiguous and stay referenced until the kernel returns. Tensors that are not
 contiguous are copied (`.contiguous()`), except where a module says that it passes strides. Addresses are written as
 `t.data_ptr() or address(t)`: hal.address explains why, and calling it only for null pointers saves 50 ns per tensor.
-Backward passes, and ops that are never as short as that matters, pass `*addresses(t, ...)`.
+Most backward passes, and ops that are never as short as that matters, pass `*addresses(t, ...)`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A storage counts, with its current size, from the operation that returned it until nothing refers to it; views share
 their storage. Therefore the figures are the same on every machine and exactly reproducible. Storages that existed
-before do not count.
+before do not count, except those of tensors that are resized.
 """
 
 from __future__ import annotations

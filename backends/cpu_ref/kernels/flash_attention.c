@@ -23,8 +23,8 @@
 // stored once per 96 keys (48 keys were about 4 % slower, 128 no faster).
 //
 // Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles), from cache: at most S (D + E) elements,
-// packed once by each thread that works on the head if their rows are not adjacent or need conversion. Q, dO and O are read once, out and dQ written once;
-// backward adds one read and write of the dK, dV scratch per 96 queries. The S x S matrices are never formed. Scratch:
+// packed once by each thread that works on the head if their rows are not adjacent or need conversion. Q, dO and O are
+// read once, out and dQ written once; backward adds one read and write of the dK, dV scratch per 96 queries. The S x S matrices are never formed. Scratch:
 // per thread packed K and V of one head (backward: also its dK and dV in float), plus dK and dV of the heads that are
 // cut between threads.
 //
