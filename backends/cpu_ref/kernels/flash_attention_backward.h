@@ -11,7 +11,8 @@ struct backward_space {
     unit *ds_pairs;         // [96 / KU][48] dS as units along the keys (dp itself for KU = 1)
     real *buffer;           // rows of out and dO converted to real, where conversion is needed
     unit *k, *v, *kp;       // packed operands of a head: rows of K and V, K in pairs of keys
-    real *dk, *dv;          // [keys][padded d], [keys][padded e] gradients of a head
+    real *dk, *dv;          // [capacity][padded d], [capacity][padded e] gradients of a head's keys from key0 on
+    int64_t key0, capacity;
     struct bytes_tile *bytes;
 };
 
@@ -222,26 +223,30 @@ static void backward_keys(const struct fa_call *call, const struct fa_sequence *
     if (!tile_open(t, w->bytes, call, seq, head, k0)) return;
     tile_scores(t, seq, w->bytes, o->k.p, o->k.ld, q->qt, units(d), scale.sign,
                 call->adjusted ? &a : NULL, w->s, w->cap);
+    ahead_step(ahead);
     FOR_RUNS(t, r) {
         const struct run r = it.r;
         multiply_rows(r.k_to - r.k_from, (r.v1 - r.v0) * SUB_VECTORS, units(g->value_size), o->v.p + (k0 + r.k_from) * o->v.ld, o->v.ld,
                       q->dot + r.v0 * FA_SUB, FA_QUERIES, w->dp + r.k_from * FA_QUERIES + r.v0 * FA_SUB, FA_QUERIES);
     }
+    ahead_step(ahead);
     for (int v = 0; v < FA_SUBS; v++) {
         ahead_step(ahead);
         if (t->from[v] < t->to[v]) gradient_columns(t, v, scale.c, (real)g->dropout_scale, q->shift, q->delta, w);
     }
     if (w->db) write_bias_gradient(call, seq, head, t, w->db);
+    ahead_step(ahead);
     add_keys(t, seq, d, w->ds_pairs, &o->kp, q->dq, ldp);
+    ahead_step(ahead);
     FOR_RUNS(t, r) {
         const struct run r = it.r;
         const int64_t keys = r.k_to - r.k_from, key = k0 + r.k_from;
         // Tiles multiply complete rows.
         if (FA_TILES) zero_hidden(&r, w->p_rows), zero_hidden(&r, w->ds_rows);
         const int64_t line = FA_TILES ? 0 : r.v0 * FA_SUB / KU, queries = FA_TILES ? ROW : (r.v1 - r.v0) * FA_SUB / KU;
-        const int64_t at = r.k_from * ROW + line;
-        add_rows(keys, lde / W, queries, w->p_rows + at, ROW, q->dop + line * lde, lde, w->dv + key * lde, lde);
-        add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + line * ldp, ldp, w->dk + key * ldp, ldp);
+        const int64_t at = r.k_from * ROW + line, sum = key - w->key0;
+        add_rows(keys, lde / W, queries, w->p_rows + at, ROW, q->dop + line * lde, lde, w->dv + sum * lde, lde);
+        add_rows(keys, ldp / W, queries, w->ds_rows + at, ROW, q->qp + line * ldp, ldp, w->dk + sum * ldp, ldp);
     }
 }
 
@@ -254,7 +259,7 @@ static void backward_close(const struct fa_call *call, const struct fa_sequence 
     write_tile(dq, NULL, g->dq[1] * element_size(g->dtype), g->dtype, q->dq, q->shift, q->t.rows, g->head_size);
 }
 
-// Writes rows [from, to) of dK and dV of a head from the scratch buffers to the tensors.
+// Writes rows [from, to) of dK and dV of a head to the tensors; dk and dv start at row `from`.
 static void flush(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head, const real *dk,
                   const real *dv, int64_t from, int64_t to) {
     const struct hal_flash_attention *g = call->shape;
@@ -270,9 +275,27 @@ static void flush(const struct fa_call *call, const struct fa_sequence *seq, int
     }
 }
 
+// Zeroes rows [from, to) of dK and dV of a head, whose keys no query sees.
+static void flush_zeros(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head, real *buffer,
+                        int64_t from, int64_t to) {
+    const int64_t d = padded(call->shape->head_size), e = padded(call->shape->value_size);
+    memset(buffer, 0, (size_t)(d > e ? d : e) * sizeof(real));
+    for (int64_t key = from; key < to; key++) flush(call, seq, kv_head, buffer, buffer, key, key + 1);
+}
+
+// Moves the gradients of keys [from, to) to the start of the scratch.
+static void slide(struct backward_space *w, int64_t ld, int64_t lde, int64_t from, int64_t to) {
+    memmove(w->dk, w->dk + (from - w->key0) * ld, (size_t)((to - from) * ld) * sizeof(real));
+    memmove(w->dv, w->dv + (from - w->key0) * lde, (size_t)((to - from) * lde) * sizeof(real));
+    w->key0 = from;
+}
+
 static struct backward_space backward_carve(struct carver *c, const struct fa_call *call, const struct fa_plan *plan) {
     const int64_t d = padded(call->shape->head_size), e = padded(call->shape->value_size), most = d > e ? d : e;
     const int64_t keys = plan->longest_sk + 2;
+    // With a window, a sweep sees few of the keys. Scratch for four times as many stays in L2, and is rarely moved.
+    const int64_t window = call->shape->pre + call->shape->next + 1;
+    const int64_t seen = (window > 0 ? window : 0) + FA_SWEEP * FA_QUERIES + FA_SUB + 2;
     struct backward_space w = {
         .qt = carve(c, FA_SWEEP * d * FA_QUERIES, sizeof(unit)),
         .dot = carve(c, FA_SWEEP * e * FA_QUERIES, sizeof(unit)),
@@ -297,12 +320,13 @@ static struct backward_space backward_carve(struct carver *c, const struct fa_ca
     } else {
         w.p_rows = (unit *)w.s, w.ds_rows = w.ds_pairs = (unit *)w.dp, w.kp = w.k;
     }
-    w.dk = carve(c, keys * d, sizeof(real));
-    w.dv = carve(c, keys * e, sizeof(real));
+    w.capacity = 4 * seen < keys ? 4 * seen : keys;
+    w.dk = carve(c, w.capacity * d, sizeof(real));
+    w.dv = carve(c, w.capacity * e, sizeof(real));
     return w;
 }
 
-static void backward_piece(const struct fa_call *call, struct fa_piece *piece, const struct backward_space *w) {
+static void backward_piece(const struct fa_call *call, struct fa_piece *piece, struct backward_space *w) {
     const struct hal_flash_attention *g = call->shape;
     const struct fa_sequence seq = fa_sequence(call, piece->batch);
     const char *ks = rows_of(call->k, g->k, g->dtype, seq.batch, seq.k0, piece->kv_head);
@@ -312,7 +336,7 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], d, g, 1, 0, w->kp);
     // Three positions along the keys, which only move forward: keys are packed and their gradients are zeroed just
     // before the first use, and the gradients are flushed after the last use, while they are in cache. The scratch of a
-    // cut head is kept for backward_reduce.
+    // cut head is kept for backward_reduce, and has room for all keys.
     int64_t packed = -1, zeroed = 0, flushed = 0;
     struct fa_sweep sweep;
     for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile = sweep.t1) {
@@ -325,17 +349,19 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
         operand_fill(&o.v, g, packed, end);
         if (KU == 2) operand_fill(&o.kp, g, packed, end);
         if (packed < end) packed = end & ~(int64_t)1;
-        if (zeroed < end) {
-            memset(w->dk + zeroed * ld, 0, (size_t)((end - zeroed) * ld) * sizeof(real));
-            memset(w->dv + zeroed * lde, 0, (size_t)((end - zeroed) * lde) * sizeof(real));
-            zeroed = end;
-        }
-        if (piece->slot < 0 && flushed < first) {
-            // No later sweep sees keys before `first`, which may lie beyond `zeroed`, where the scratch is not
-            // initialised yet.
+        if (piece->slot < 0 && flushed < first && first < end) {  // no later sweep sees keys before `first`
             const int64_t known = first < zeroed ? first : zeroed;
-            flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * lde, flushed, known);
-            flushed = known;
+            flush(call, &seq, piece->kv_head, w->dk + (flushed - w->key0) * ld, w->dv + (flushed - w->key0) * lde, flushed,
+                  known);
+            if (zeroed < first) flush_zeros(call, &seq, piece->kv_head, w->buffer, zeroed, first);
+            flushed = first;
+            if (zeroed < first) zeroed = first;
+        }
+        if (zeroed < end && first < end) {
+            if (end - w->key0 > w->capacity) slide(w, ld, lde, flushed, zeroed);
+            memset(w->dk + (zeroed - w->key0) * ld, 0, (size_t)((end - zeroed) * ld) * sizeof(real));
+            memset(w->dv + (zeroed - w->key0) * lde, 0, (size_t)((end - zeroed) * lde) * sizeof(real));
+            zeroed = end;
         }
         for (int64_t head = piece->kv_head * group; head < (piece->kv_head + 1) * group; head++) {
             struct backward_state q[FA_SWEEP];
@@ -356,7 +382,8 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
                 for (int64_t i = 0; i < count; i++) backward_keys(call, &seq, head, k0, &o, w, &q[i], &ahead);
                 if (!last) continue;
                 const int64_t done = k0 + FA_KEYS < end ? k0 + FA_KEYS : end;
-                flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * lde, flushed, done);
+                flush(call, &seq, piece->kv_head, w->dk + (flushed - w->key0) * ld, w->dv + (flushed - w->key0) * lde,
+                      flushed, done);
                 flushed = done;
             }
             for (int64_t i = 0; i < count; i++) backward_close(call, &seq, head, &q[i]);
@@ -364,11 +391,8 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, c
     }
     piece->k_end = zeroed;
     if (piece->slot >= 0) return;
-    if (zeroed < seq.sk) {
-        memset(w->dk + zeroed * ld, 0, (size_t)((seq.sk - zeroed) * ld) * sizeof(real));
-        memset(w->dv + zeroed * lde, 0, (size_t)((seq.sk - zeroed) * lde) * sizeof(real));
-    }
-    flush(call, &seq, piece->kv_head, w->dk + flushed * ld, w->dv + flushed * lde, flushed, seq.sk);
+    flush(call, &seq, piece->kv_head, w->dk + (flushed - w->key0) * ld, w->dv + (flushed - w->key0) * lde, flushed, zeroed);
+    flush_zeros(call, &seq, piece->kv_head, w->buffer, zeroed, seq.sk);
 }
 
 // dK and dV of a head that is divided into pieces: the sum of the pieces' partial results, in the order of the pieces.
@@ -416,6 +440,7 @@ int CAT(fa_backward_, FA_KIND)(const struct fa_call *call, const struct fa_plan 
                 if (plan->pieces[p].slot >= 0) {
                     space.dk = slots + plan->pieces[p].slot * slot_size;
                     space.dv = space.dk + half;
+                    space.capacity = keys;
                 }
                 backward_piece(call, &plan->pieces[p], &space);
             }

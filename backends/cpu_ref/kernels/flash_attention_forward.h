@@ -103,7 +103,7 @@ static int ahead_start(struct ahead *a, const struct fa_call *call, const struct
     const int64_t rows = (g->heads * g->sq + g->kv_heads * g->sk) * (call->cu_q ? 1 : g->batch);
     const struct fa_sweep now = *sweep;
     a->count = 0;
-    a->steps = ((now.end - now.first) / FA_KEYS + 1) * (now.t1 - now.t0) * FA_SUBS;
+    a->steps = ((now.end - now.first) / FA_KEYS + 1) * (now.t1 - now.t0) * FA_STEPS;
     if (now.first == 0 || rows * (d + e) * size <= FA_CACHED) return 0;
     if (++*head < (piece->kv_head + 1) * group) return 1;
     if (now.t1 >= fa_tiles(seq)) return 0;
@@ -269,10 +269,12 @@ static void forward_keys(const struct fa_call *call, const struct fa_sequence *s
     if (!tile_open(t, w->bytes, call, seq, head, k0)) return;
     tile_scores(t, seq, w->bytes, k->p, k->ld, q->qt, units(d), scale.sign, call->adjusted ? &a : NULL,
                 w->s, NULL);
+    ahead_step(ahead), ahead_step(ahead);
     for (int b = 0; b < FA_SUBS; b++) {
         ahead_step(ahead);
         if (t->from[b] < t->to[b]) softmax_columns(t, b, w->bytes, scale.c, e, w->s, q->o, q->m, q->l);
     }
+    ahead_step(ahead), ahead_step(ahead);
     add_keys(t, seq, e, (const unit *)w->s, v, q->o, padded(e));
 }
 

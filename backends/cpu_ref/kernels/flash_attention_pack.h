@@ -143,7 +143,8 @@ static void pack_pairs(unit *dst, int64_t ld, const char *src, int64_t stride, i
 // Prefetches the rows of the next sweep, a few lines per step, while the current sweep computes. Used only where it
 // helps: with a window, where sweeps are short (in a long sweep the new rows are a small part); for tensors larger than
 // the last level of cache; for contiguous rows (rows at a stride would evict one another from the few cache sets they
-// map to).
+// map to). A tile takes FA_STEPS steps: with fewer, the core would wait for a free line buffer.
+enum { FA_STEPS = FA_SUBS + 4 };
 struct ahead {
     struct bytes_ahead {
         const char *at, *end;

@@ -172,6 +172,13 @@ def test_windows_on_both_sides_and_dead_rows(window: tuple[int, int]) -> None:
         check("BSND", 1, (2, 2), sizes, 16, pre=window[0], next=window[1])
 
 
+@pytest.mark.parametrize("window", [(8, 0), (0, 5), (90, 60), (30, -20), (-400, 0)])
+def test_a_window_over_many_times_as_many_keys(window: tuple[int, int]) -> None:
+    """The backward pass keeps the gradients of the keys near the window only; some keys no query sees."""
+    for sizes in ((1900, 1900), (300, 1900), (1900, 300)):
+        check("BNSD", 1, (4, 2), sizes, 16, pre=window[0], next=window[1])
+
+
 def test_a_mask_that_hides_whole_blocks() -> None:
     i, j = torch.arange(200)[:, None], torch.arange(200)
     check("BNSD", 1, (2, 2), (200, 200), 16, mask=j > i)
