@@ -26,6 +26,7 @@ import hal
 from hal import address
 
 from . import build
+from .memory import empty, empty_like
 
 _KIND = {"all_reduce": 0, "all_gather": 1, "reduce_scatter": 2, "broadcast": 3, "all_to_all": 4, "barrier": 5}
 _REDUCTION = {"sum": 0, "max": 1, "min": 2, "avg": 3}
@@ -79,7 +80,7 @@ class SharedMemoryComm(hal.TorchComm):
             codes = None
         if codes is not None and self._unfinished is None:
             x = x.resolve_neg().contiguous()
-            return self._transfer(collective, codes, x, torch.empty_like(x), x.numel(), source)
+            return self._transfer(collective, codes, x, empty_like(x), x.numel(), source)
         result = super()._checked_now(collective, x, op, source)
         if collective in ("all_reduce", "broadcast") and x.dtype in _CODE and self._takes(collective, x):
             self._known[key] = _codes(collective, x.dtype, op)
@@ -110,12 +111,12 @@ class SharedMemoryComm(hal.TorchComm):
     def _shared(self, collective: str, x: Tensor, op: str, source: int) -> Tensor:
         x = x.resolve_conj().resolve_neg().contiguous()  # the kernel reads the stored values
         if collective == "all_gather":
-            out, count = x.new_empty((x.shape[0] * self.size, *x.shape[1:])), x.numel()
+            out, count = empty((x.shape[0] * self.size, *x.shape[1:]), x.dtype), x.numel()
         elif collective == "reduce_scatter":
-            out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+            out = empty((x.shape[0] // self.size, *x.shape[1:]), x.dtype)
             count = out.numel()
         else:
-            out, count = torch.empty_like(x), x.numel()
+            out, count = empty_like(x), x.numel()
             if collective == "all_to_all":
                 count //= self.size
         return self._transfer(collective, _codes(collective, x.dtype, op), x, out, count, source)
