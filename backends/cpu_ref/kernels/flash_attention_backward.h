@@ -275,6 +275,14 @@ static void flush(const struct fa_call *call, const struct fa_sequence *seq, int
     }
 }
 
+// Writes rows [from, to) of dK and dV of a head from the scratch to the tensors.
+static void flush_sums(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head,
+                       const struct backward_space *w, int64_t from, int64_t to) {
+    const int64_t row = from - w->key0;
+    flush(call, seq, kv_head, w->dk + row * padded(call->shape->head_size),
+          w->dv + row * padded(call->shape->value_size), from, to);
+}
+
 // Zeroes rows [from, to) of dK and dV of a head, whose keys no query sees.
 static void flush_zeros(const struct fa_call *call, const struct fa_sequence *seq, int64_t kv_head, real *buffer,
                         int64_t from, int64_t to) {
@@ -336,7 +344,8 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, s
     o.kp = KU == 1 ? o.k : operand_of(ks, g->k[1], d, g, 1, 0, w->kp);
     // Three positions along the keys, which only move forward: keys are packed and their gradients are zeroed just
     // before the first use, and the gradients are flushed after the last use, while they are in cache. The scratch of a
-    // cut head is kept for backward_reduce, and has room for all keys.
+    // cut head is kept for backward_reduce, and has room for all keys. A sweep that sees no key (first == end) leaves
+    // the last two where they are, because its own position may lie beyond the scratch.
     int64_t packed = -1, zeroed = 0, flushed = 0;
     struct fa_sweep sweep;
     for (int64_t tile = piece->t0; tile < piece->t1 && seq.sq > 0; tile = sweep.t1) {
@@ -351,8 +360,7 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, s
         if (packed < end) packed = end & ~(int64_t)1;
         if (piece->slot < 0 && flushed < first && first < end) {  // no later sweep sees keys before `first`
             const int64_t known = first < zeroed ? first : zeroed;
-            flush(call, &seq, piece->kv_head, w->dk + (flushed - w->key0) * ld, w->dv + (flushed - w->key0) * lde, flushed,
-                  known);
+            flush_sums(call, &seq, piece->kv_head, w, flushed, known);
             if (zeroed < first) flush_zeros(call, &seq, piece->kv_head, w->buffer, zeroed, first);
             flushed = first;
             if (zeroed < first) zeroed = first;
@@ -382,8 +390,7 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, s
                 for (int64_t i = 0; i < count; i++) backward_keys(call, &seq, head, k0, &o, w, &q[i], &ahead);
                 if (!last) continue;
                 const int64_t done = k0 + FA_KEYS < end ? k0 + FA_KEYS : end;
-                flush(call, &seq, piece->kv_head, w->dk + (flushed - w->key0) * ld, w->dv + (flushed - w->key0) * lde,
-                      flushed, done);
+                flush_sums(call, &seq, piece->kv_head, w, flushed, done);
                 flushed = done;
             }
             for (int64_t i = 0; i < count; i++) backward_close(call, &seq, head, &q[i]);
@@ -391,7 +398,7 @@ static void backward_piece(const struct fa_call *call, struct fa_piece *piece, s
     }
     piece->k_end = zeroed;
     if (piece->slot >= 0) return;
-    flush(call, &seq, piece->kv_head, w->dk + (flushed - w->key0) * ld, w->dv + (flushed - w->key0) * lde, flushed, zeroed);
+    flush_sums(call, &seq, piece->kv_head, w, flushed, zeroed);
     flush_zeros(call, &seq, piece->kv_head, w->buffer, zeroed, seq.sk);
 }
 
