@@ -94,7 +94,7 @@ static void write_row(char *dst, char *rest, const real *src, real scale, int64_
 // Prefetches the rows that are read next, because the hardware prefetcher does not help at strides above a page.
 // (Always inlined, because compilers remove calls without a visible effect.)
 HAL_INLINE void fetch_rows(const char *row, int64_t stride, int64_t rows, int64_t bytes) {
-    if (stride <= 4096) return;
+    if (stride <= bytes) return;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + r * stride + at, 0, 2);
 }
