@@ -18,31 +18,47 @@ struct backward_space {
 
 enum { ROW = (FA_QUERIES / KU + TILE - 1) / TILE * TILE };  // units in a row of queries; zero beyond the last query
 
+// Rounds the vectors of KU keys to units: stores each at a row of its own, as units along the queries, and returns them as
+// units along the keys. (One conversion for both, since it takes as long as three multiplications.)
+HAL_INLINE uvec store_rows(unit *to, vec even, vec odd) {
+#ifdef FA_KIND_BF16
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    *(row_at *)to = (row_at)_mm512_castsi512_si256(both);
+    *(row_at *)(to + ROW) = (row_at)_mm512_extracti64x4_epi64(both, 1);
+    return interleaved(both);
+#else
+    store(to, even);
+    return (void)odd, even;
+#endif
+}
+
 // For `count` keys (4, or KU) of one vector of queries, at s and dp: replaces S by keep P and dP by P (keep' dP -
 // delta), where keep' is 0 for a probability that dropout drops, else 1 / (1 - p). extra: whether cap or db exists.
 HAL_INLINE void gradient(int count, int n, int k, const uint8_t *keep, int extra, real dropout_scale, real c, vec shift,
                          vec delta, const struct backward_space *w) {
-    vec ds[4];
+    vec p[4], ds[4];
 #pragma GCC unroll 4
     for (int u = 0; u < count; u++) {
         const int at = (k + u) * FA_QUERIES + n * W;
-        vec p = exp2_of(load(w->s + at) * c - shift), g = load(w->dp + at);
+        const vec g = load(w->dp + at);
+        p[u] = exp2_of(load(w->s + at) * c - shift);
         if (keep) {
             const ivec kept = lanes_of(keep + at);
-            ds[u] = p * ((vec)((ivec)(g * dropout_scale) & kept) - delta);
-            p = (vec)((ivec)p & kept);
+            ds[u] = p[u] * ((vec)((ivec)(g * dropout_scale) & kept) - delta);
+            p[u] = (vec)((ivec)p[u] & kept);
         } else {
-            ds[u] = p * (g - delta);
+            ds[u] = p[u] * (g - delta);
         }
         if (extra && w->db) store(w->db + at, ds[u]);
         if (extra && w->cap) ds[u] *= load(w->cap + at);
-        store_rounded(w->p_rows + (k + u) * ROW + n * W / KU, p);
-        store_rounded(w->ds_rows + (k + u) * ROW + n * W / KU, ds[u]);
     }
-    if (KU == 2)
-#pragma GCC unroll 2
-        for (int u = 0; u < count; u += 2)
-            store_units(w->ds_pairs + (k + u) / 2 * FA_QUERIES + n * W, pair(ds[u], ds[u + 1]));
+#pragma GCC unroll 4
+    for (int u = 0; u < count; u += KU) {
+        const int row = (k + u) * ROW + n * W / KU;
+        store_rows(w->p_rows + row, p[u], p[u + KU - 1]);
+        const uvec units = store_rows(w->ds_rows + row, ds[u], ds[u + KU - 1]);
+        if (KU == 2) store_units(w->ds_pairs + (k + u) / 2 * FA_QUERIES + n * W, units);
+    }
 }
 
 HAL_INLINE void gradient_all(int n, int from, int to, const uint8_t *keep, int extra, real dropout_scale, real c, vec shift,

@@ -14,11 +14,15 @@ static int is_real(int64_t dtype) { return dtype == (sizeof(real) == 8 ? HAL_F64
 static int is_unit(int64_t dtype) { return KU == 2 ? dtype == HAL_BF16 : is_real(dtype); }
 
 #ifdef FA_KIND_BF16
-// Rounds to bfloat16; lane by lane, `even` goes to the low half and `odd` to the high half of a unit.
-HAL_INLINE uvec pair(vec even, vec odd) {
+// 16 + 16 halves, lane by lane: the first half's lane goes to the low half of a unit, the second one's to the high half.
+HAL_INLINE uvec interleaved(__m512i halves) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    return (uvec)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
+    return (uvec)_mm512_permutexvar_epi16(order, halves);
+}
+// Rounds to bfloat16; lane by lane, `even` goes to the low half and `odd` to the high half of a unit.
+HAL_INLINE uvec pair(vec even, vec odd) {
+    return interleaved((__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even));
 }
 // Writes 16 adjacent elements, which are 8 units along the row.
 HAL_INLINE void store_rounded(void *p, vec v) { *(row_at *)p = (row_at)_mm512_cvtneps_pbh((__m512)v); }
