@@ -80,12 +80,7 @@ void hal_softmax_bwd(int dtype, uintptr_t y, uintptr_t x, uintptr_t lse, uintptr
 #else
 
 // v = scale x with masked columns at -inf; returns whether any column is visible.
-HAL_INLINE int NAME(masked_row)(int beyond, const T *x, real scale, const uint8_t *mask, int64_t stride, int64_t columns,
-                                real *v) {
-    if (!mask || (stride == 0 && columns > 0 && !*mask)) {
-        FILL_LANES(beyond, v, columns, j, LOAD(x + j) * scale, -(real)INFINITY);
-        return columns > 0;
-    }
+HAL_INLINE int NAME(masked_row)(const T *x, real scale, const uint8_t *mask, int64_t stride, int64_t columns, real *v) {
     if (stride == 0) return 0;
     int alive = 0;
     if (stride == 1) {
@@ -125,7 +120,9 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             T *out = y + row * sk;
             PREFETCH((uintptr_t)(in + sk), columns * (int64_t)sizeof(T), 3);  // the next row
             const int beyond = BEYOND(row * sk, columns, rows * sk);
-            int alive = NAME(masked_row)(beyond, in, scale, mask_row, mask->k, columns, v);
+            // Without a mask, the first step needs no scratch.
+            const int plain = !mask_row || (mask->k == 0 && columns > 0 && !*mask_row);
+            const int alive = plain ? columns > 0 : NAME(masked_row)(in, scale, mask_row, mask->k, columns, v);
             if (!alive) {
                 memset(out, 0, (size_t)sk * sizeof(T));
                 if (lse) lse[row] = 0;  // not used, because y is 0
@@ -133,12 +130,17 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             }
             const int64_t whole = whole_lanes(columns), padded = written_columns(NAME(HAL_MASKS), stream, columns, sk);
             real top = -(real)INFINITY;
-            ROW_MAX(top, whole, j, v[j]);
-            if (top < RNAME(COARSE) && top > -RNAME(COARSE))
+            if (plain) ROW_MAX_BEYOND(beyond, top, columns, j, LOAD(in + j) * scale);
+            else ROW_MAX(top, whole, j, v[j]);
+            if (!(top < RNAME(COARSE) && top > -RNAME(COARSE))) {
+                if (plain) FILL_LANES(beyond, v, columns, j, LOAD(in + j) * scale, -(real)INFINITY);
+                FILL_LANES(beyond, v, columns, j, RNAME(low_exp)(v[j] - top), 0);
+            } else if (plain) {
+                FILL_LANES(beyond, v, columns, j, RNAME(low_exp)(LOAD(in + j) * scale - top), 0);
+            } else {
                 FILL_LANES(beyond, v, columns, j,
                            v[j] == -(real)INFINITY ? 0 : RNAME(low_exp)(LOAD(in + j) * scale - top), 0);
-            else
-                FILL_LANES(beyond, v, columns, j, RNAME(low_exp)(v[j] - top), 0);
+            }
             real sum;
             ROW_SUM(real, sum, whole, j, v[j]);
             if (lse) lse[row] = top + RNAME(log)(sum);
@@ -165,6 +167,8 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
             const int64_t columns = written_columns(NAME(HAL_MASKS), stream, visible, sk);
             const T *y = (const T *)y_ + row * sk, *dy = (const T *)dy_ + row * sk;
             T *dx = (T *)dx_ + row * sk;
+            PREFETCH((uintptr_t)(y + sk), columns * (int64_t)sizeof(T), 3);  // the next row
+            PREFETCH((uintptr_t)(dy + sk), columns * (int64_t)sizeof(T), 3);
             const int beyond = BEYOND(row * sk, columns, rows * sk);
             real dot;
             if (p) {
