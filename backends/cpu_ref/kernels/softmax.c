@@ -118,7 +118,6 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             if (mask_row) mask_row += row / sq / n * mask->b + row / sq % n * mask->n + query * mask->q;
             const T *in = x + row * sk;
             T *out = y + row * sk;
-            PREFETCH((uintptr_t)(in + sk), columns * (int64_t)sizeof(T), 3);  // the next row
             const int beyond = BEYOND(row * sk, columns, rows * sk);
             // Without a mask, the first step needs no scratch.
             const int plain = !mask_row || (mask->k == 0 && columns > 0 && !*mask_row);
@@ -142,7 +141,8 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
                            v[j] == -(real)INFINITY ? 0 : RNAME(low_exp)(LOAD(in + j) * scale - top), 0);
             }
             real sum;
-            ROW_SUM(real, sum, whole, j, v[j]);
+            // The next row is prefetched line by line: all of it at once would wait for the few buffers of pending lines.
+            ROW_SUM_BEYOND(0, real, sum, whole, j, v[j], PREFETCH((uintptr_t)(in + sk + j), LANES * sizeof(T), 3));
             if (lse) lse[row] = top + RNAME(log)(sum);
             const real inverse = 1 / sum;
             STORE_ROW_BEYOND(NAME(HAL_MASKS), stream, out, padded, j, v[j] * inverse);
@@ -167,8 +167,6 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
             const int64_t columns = written_columns(NAME(HAL_MASKS), stream, visible, sk);
             const T *y = (const T *)y_ + row * sk, *dy = (const T *)dy_ + row * sk;
             T *dx = (T *)dx_ + row * sk;
-            PREFETCH((uintptr_t)(y + sk), columns * (int64_t)sizeof(T), 3);  // the next row
-            PREFETCH((uintptr_t)(dy + sk), columns * (int64_t)sizeof(T), 3);
             const int beyond = BEYOND(row * sk, columns, rows * sk);
             real dot;
             if (p) {
@@ -185,7 +183,9 @@ static void NAME(softmax_bwd)(uintptr_t y_, uintptr_t x_, uintptr_t lse_, uintpt
                 ROW_SUM(real, dot, columns, j, p[j] * LOAD(dy + j));
                 STORE_ROW(stream, dx, columns, j, scale * p[j] * (LOAD(dy + j) - dot));
             } else {
-                ROW_SUM_BEYOND(beyond, real, dot, columns, j, LOAD(y + j) * LOAD(dy + j), (void)0);
+                ROW_SUM_BEYOND(beyond, real, dot, columns, j, LOAD(y + j) * LOAD(dy + j),
+                               PREFETCH((uintptr_t)(y + sk + j), LANES * sizeof(T), 3);
+                               PREFETCH((uintptr_t)(dy + sk + j), LANES * sizeof(T), 3));
                 STORE_ROW_BEYOND(beyond, stream, dx, columns, j, scale * LOAD(y + j) * (LOAD(dy + j) - dot));
             }
             zero_out(stream, dx + columns, (sk - columns) * (int64_t)sizeof(T));
