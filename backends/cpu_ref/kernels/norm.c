@@ -21,6 +21,7 @@
 
 enum {
     ROWS = 4,
+    LONG = 8 << 10,  // forward, rows of more bytes are processed one at a time, because four of them do not fit into L1
     // Backward, rows of at most this many bytes are streamed ROWS at a time, because they are adjacent: only the first and
     // the last cache line is incomplete. They take 12 KiB, which leaves room in L1 for x and dy.
     WHOLE = STREAM_PIECE * 3 / 4,
@@ -61,7 +62,12 @@ HAL_INLINE void NAME(norm_fwd_rows)(const int count, const int centered, const i
         const T *xr = x + r * width;
         const real m = mean[r];
         real square;
-        ROW_SUM(real, square, width, i, (LOAD(xr + i) - m) * (LOAD(xr + i) - m));
+        // The row after a long one is prefetched line by line while this one is in L1.
+        if (stream && width * (int64_t)sizeof(T) > LONG)
+            ROW_SUM_BEYOND(0, real, square, width, i, (LOAD(xr + i) - m) * (LOAD(xr + i) - m),
+                           PREFETCH((uintptr_t)(xr + width + i), LANES * sizeof(T), 3));
+        else
+            ROW_SUM(real, square, width, i, (LOAD(xr + i) - m) * (LOAD(xr + i) - m));
         rstd[r] = rstds[r] = 1 / RNAME(sqrt)(square / (real)width + eps);
     }
     for (int r = 0; r < count; r++) {
@@ -88,7 +94,7 @@ static void NAME(norm_fwd)(int centered, uintptr_t x_, uintptr_t weight_, uintpt
         for (int64_t begin = 0; begin < rows; begin += ROWS) {
             const T *x = (const T *)x_ + begin * width;
             T *y = (T *)y_ + begin * width;
-            if (centered && begin + ROWS <= rows) {
+            if (centered && begin + ROWS <= rows && row_bytes <= LONG) {
                 NAME(norm_fwd_rows)(ROWS, 1, stream, x, weight, bias, y, means + begin, rstds + begin, (real)eps, width);
                 continue;
             }
