@@ -108,8 +108,10 @@ void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t
 }
 
 struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limit) {
-    const int64_t begin = t0 / FA_SWEEP * FA_SWEEP;
-    struct fa_sweep sweep = {t0, begin + FA_SWEEP < limit ? begin + FA_SWEEP : limit, 0, 0};
+    // In a window, more tiles would mostly add keys that only some of them see.
+    const int window = seq->lo + seq->sq > 1;  // whether the last query does not see the first key
+    const int64_t most = window ? 2 : FA_SWEEP, begin = t0 / most * most;
+    struct fa_sweep sweep = {t0, begin + most < limit ? begin + most : limit, 0, 0};
     int64_t first, end;
     fa_visible(seq, fa_first(seq, begin), fa_rows(seq, begin), &sweep.first, &end);
     sweep.end = sweep.first;

@@ -14,7 +14,7 @@ enum {
     FA_GROUPS = FA_KEYS / FA_SUB,
     FA_CACHED = 16 << 20,  // bytes of q, k, v and out that the last level of cache is expected to hold
     FA_DECODE_QUERIES = 8,  // with more queries, vectors of queries are filled better than vectors of channels
-    FA_SWEEP = 2,     // tiles of queries that share a sweep over the keys; the second one finds the keys in L2
+    FA_SWEEP = 4,     // most tiles of queries that share a sweep over the keys; all but the first find the keys in L2
 };
 
 struct fa_call {
