@@ -293,6 +293,8 @@ def test_torch_is_asked_for_ordered_sums_around_its_attention_only(simulated, mo
         assert impl.refusals(ops.flash_attention.Call(q, q, q, layout="BNSD")) == (text,)
         assert IMPLS[id].refusals(ops.flash_attention.Call(q, q, q, layout="BNSD")) == ()
         return
+    # Dispatch asks for refusals first, which imports a wheel.
+    assert IMPLS[id].refusals(ops.flash_attention.Call(q, q, q, layout="BNSD")) == ()
     out = IMPLS[id].call(q, q, q, layout="BNSD")
     torch.autograd.grad(out, q, torch.ones_like(out))
     # The wheels are told by an argument, see test_torch_passes_the_wheels_what_they_take.
