@@ -29,7 +29,7 @@ from .engine import LOOKS, Effort, Row, Samples, rows, sample
 from .runner import SUITES, selected
 from .workers import Program, Unavailable, Workers
 
-EFFORT = Effort(rounds=9, least=9, budget=1e9)
+EFFORT = Effort(rounds=9, least=9)
 BEFORE, AFTER = "before", "after"
 _LIST = """
 import importlib, json, sys

@@ -55,10 +55,9 @@ class Effort:
     """The duration of the measurement of a case.
 
     rounds: as many as fit into `budget` seconds, but not more than this (up to twice as many while fewer than MIN_CLEAN
-        are clean) and not fewer than `least`, or than MIN_CLEAN where `least` rounds would take more than twice the
-        budget: calls of seconds are themselves averages over the machine's changes. Rounds are short, because the rate
-        of a virtual machine changes within tenths of a second: with 9 rounds of 60 ms, five medians of one case ranged
-        from 67 to 86 % of the ceiling, with 30 rounds of 15 ms from 68 to 74 %.
+        are clean) and not fewer than `least`. They are short, because the rate of a virtual machine changes within
+        tenths of a second: with 9 rounds of 60 ms, five medians of one case ranged from 67 to 86 % of the ceiling, with
+        30 rounds of 15 ms from 68 to 74 %.
     seconds: per candidate and round.
     warm: seconds of calls that are not timed, before those of each round. The scheduler needs some milliseconds to give
         each thread that slept a processor of its own, and OpenMP's threads of the candidate before wait actively for a
@@ -200,7 +199,7 @@ def interleave(
 ) -> Samples:
     """Times every candidate once per round. The order rotates, so that no candidate always follows the same one.
 
-    settled: called after as many clean rounds as Effort requires and after each further one; true ends the measurement.
+    settled: called after `effort.least` clean rounds and after each further one; true ends the measurement.
     """
     calls, warm, seconds_per_round = {}, {}, 0.0
     for name in names:
@@ -212,8 +211,7 @@ def interleave(
         calls[name] = max(1, round(effort.seconds / seconds))
         warm[name] = round(effort.warm / seconds)
         seconds_per_round += (warm[name] + calls[name]) * seconds
-    least = min(effort.least, max(MIN_CLEAN, int(2 * effort.budget / seconds_per_round)))
-    wanted = max(least, min(effort.rounds, int(effort.budget / seconds_per_round)))
+    wanted = max(effort.least, min(effort.rounds, int(effort.budget / seconds_per_round)))
     rounds: list[tuple[dict[str, float], bool]] = []  # seconds per call, and whether the round was clean
     clean: list[dict[str, float]] = []
     while len(rounds) < wanted or (len(rounds) < 2 * wanted and len(clean) < MIN_CLEAN):
@@ -226,7 +224,7 @@ def interleave(
             times[name] = meter.run(name, calls[name]) / calls[name]
         rounds.append((times, meter.other_load() < CLEAN_SHARE))
         clean = [times for times, is_clean in rounds if is_clean]
-        if len(clean) >= max(least, MIN_CLEAN) and settled(Samples(clean, len(clean), len(rounds))):
+        if len(clean) >= max(effort.least, MIN_CLEAN) and settled(Samples(clean, len(clean), len(rounds))):
             break
     counted = clean if len(clean) >= MIN_CLEAN else [times for times, _ in rounds]
     return Samples(counted, len(clean), len(rounds))

@@ -31,21 +31,13 @@ def _amx() -> bool:
     return "amx_bf16" in machine.features()
 
 
-def _fast_mkl() -> bool:
-    """Peers multiply at nearly the ceiling's rate there, so that HAL gains only by what it does not compute or store.
-
-    MKL uses AVX-512 on Intel's processors and AVX2 on others. AVX2 is as fast where AVX-512 takes two passes (AMD's
-    family 25, Zen 4), and half as fast elsewhere (Zen 5).
-    """
-    return machine.vendor() == "GenuineIntel" or (machine.vendor(), machine.family()) == ("AuthenticAMD", "25")
-
-
-def _bf16_fast_peers() -> bool:
-    return _bf16() and _fast_mkl()
-
-
 def _slow_mkl() -> bool:
-    return machine.vendor() != "" and not _fast_mkl()
+    return machine.vendor() not in ("", "GenuineIntel")
+
+
+def _fast_mkl() -> bool:
+    """Peers multiply at the ceiling's rate there, so that HAL gains only by what it does not compute or store."""
+    return machine.vendor() == "GenuineIntel"
 
 
 def _always() -> bool:
@@ -86,8 +78,6 @@ RATIOS = [  # the first one that matches and holds applies
     Goal("attention fwd*", "f32 * causal", "sdpa", 2.5, holds=_avx512),
     Goal("attention fwd", "bf16 * causal", "sdpa", 1.05, holds=_amx),
     Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 1.5, holds=_amx),
-    Goal("attention fwd", "bf16 * causal", "sdpa", 2.5, holds=_bf16_fast_peers),
-    Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 2.0, holds=_bf16_fast_peers),
     Goal("attention fwd", "bf16 * causal", "sdpa", 4.5, holds=_bf16),
     Goal("attention fwd+bwd", "bf16 * causal", "sdpa", 3.2, holds=_bf16),
     Goal("attention window *", "f32 * S4096 *", "sdpa-mask", 15.0, holds=_fast_mkl),

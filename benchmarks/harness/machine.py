@@ -35,11 +35,6 @@ def vendor() -> str:
     return processor_facts().get("vendor_id", "")
 
 
-def family() -> str:
-    """The family of x86 processors, a decimal number, as reported by the system; "" if it is not reported."""
-    return processor_facts().get("cpu family", "")
-
-
 def features() -> frozenset[str]:
     """The processor's instruction sets in the kernel's spelling."""
     return frozenset((processor_facts().get("flags") or processor_facts().get("features", "")).split())

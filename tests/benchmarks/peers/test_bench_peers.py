@@ -81,7 +81,6 @@ def test_the_peer_of_one_query_agrees():
 
 def test_every_odd_shape_has_a_goal_of_four_fifths(monkeypatch):
     monkeypatch.setattr(machine, "features", lambda: frozenset({"avx512f"}))
-    monkeypatch.setattr(machine, "family", lambda: "26")
     for case in (c for c in attention.cases() if c.name.startswith("attention odd shapes")):
         for peer in case.candidates.keys() - {"ours"}:
             expected = 0.8 * (25.0 if peer == "sdpa-mask" else 3.3 if "S777 " in case.shape else 2.5)
@@ -90,7 +89,6 @@ def test_every_odd_shape_has_a_goal_of_four_fifths(monkeypatch):
 
 def test_every_odd_case_has_a_goal_and_a_ratio_is_four_fifths(monkeypatch):
     monkeypatch.setattr(machine, "vendor", lambda: "AuthenticAMD")
-    monkeypatch.setattr(machine, "family", lambda: "26")
     odd = [c for module in (linear, fused) for c in module.cases() if c.name.startswith("odd ")]
     assert len(odd) == 13
     for case in odd:

@@ -38,13 +38,8 @@ def test_the_candidates_compute_the_same_loss(family, padded, reference, monkeyp
 def test_every_case_has_a_goal_and_full_ones_have_those_of_the_docs(monkeypatch):
     monkeypatch.setattr(goals.machine, "features", lambda: {"avx512f"})
     (_, first), *rest = runner.selected("frameworks", ())
-    for vendor, processors, least in (
-        ("AuthenticAMD", "26", 1.5),
-        ("AuthenticAMD", "25", 1.15),
-        ("GenuineIntel", "6", 1.15),
-    ):
+    for vendor, least in (("AuthenticAMD", 1.5), ("GenuineIntel", 1.15)):
         monkeypatch.setattr(goals.machine, "vendor", lambda vendor=vendor: vendor)
-        monkeypatch.setattr(goals.machine, "family", lambda processors=processors: processors)
         assert goals.ratio(first.name, first.shape, "eager", "default") == least
     assert goals.ratio(first.name, first.shape, "compile", "default") == 1.1
     assert goals.share(first.name, first.shape, "GEMM f32", "default") == 0.85
