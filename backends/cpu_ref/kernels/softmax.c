@@ -1,8 +1,9 @@
 // Scale, mask and softmax over the last dimension, fused; rows are split over threads.
 //
-// Forward, per row: (1) v = scale x, -inf where masked, into a scratch row that stays in L1/L2, and its maximum; (2) e
-// = exp(scale x - max) and its sum; the difference is one FMA, so that large probabilities do not carry the rounding
-// error of scale x (where scores exceed 2^30, see COARSE, the difference is taken from v instead); (3) y = e / sum.
+// Forward, per row: (1) the maximum of v = scale x, -inf where masked; with a mask, v is kept in a scratch row that stays
+// in L1/L2; (2) e = exp(scale x - max) and its sum; the difference is one FMA, so that large probabilities do not carry
+// the rounding error of scale x (where scores exceed 2^30, see COARSE, the difference is taken from v instead); (3) y =
+// e / sum.
 // Causal rows process their visible columns only and zero the rest.
 // A fully masked row is all zeros; a visible NaN or +inf makes its row NaN.
 // Backward: dx = scale y (dy - sum(dy y)); y = 0 gives dx = 0, so masks are not read again. With 16-bit data the
@@ -119,7 +120,6 @@ static void NAME(softmax_fwd)(uintptr_t x_, uintptr_t y_, double scale_, int cau
             const T *in = x + row * sk;
             T *out = y + row * sk;
             const int beyond = BEYOND(row * sk, columns, rows * sk);
-            // Without a mask, the first step needs no scratch.
             const int plain = !mask_row || (mask->k == 0 && columns > 0 && !*mask_row);
             const int alive = plain ? columns > 0 : NAME(masked_row)(in, scale, mask_row, mask->k, columns, v);
             if (!alive) {
