@@ -50,6 +50,7 @@ MIXTRAL = {
     "moe_ffn_hidden_size": 24,
     "moe_aux_loss_coeff": ("0.05",),
     "lr": 3e-3,  # rounding errors grow faster than in a dense model, since each decides a little about the next choice
+    "adam_eps": 1e-6,  # with 1e-8, the rounding error of a gradient near zero changes a step by a tenth
 }
 DEEPSEEK = {
     **MIXTRAL,
