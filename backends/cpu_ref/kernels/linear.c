@@ -1,4 +1,4 @@
-// The weight gradient of a linear layer: entry points (see linear_kind.h for the algorithm).
+// Products of linear layers: entry points (see linear_kind.h and linear_narrow.h for the algorithms).
 #include "common.h"
 #include "linear_api.h"
 #include "linear_plan.h"
@@ -17,6 +17,11 @@ int hal_linear_is_fast(int64_t dtype) {
 int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight, uintptr_t dbias, int64_t rows,
                      int64_t n_out, int64_t n_in, int add) {
     const int stream = !add && streams(dweight, n_out * n_in * 4, n_in * 4) == STREAM_LINES;
+    if (dtype == HAL_F32 && (n_out <= LINEAR_NARROW || n_in <= LINEAR_NARROW)) {
+        linear_wgrad_narrow((const float *)dy, (const float *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in,
+                            add);
+        return 1;
+    }
     if (dtype == HAL_F32) {
         linear_wgrad_f32((const void *)dy, (const void *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in, add,
                          stream);
@@ -30,4 +35,12 @@ int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight
     }
 #endif
     return 0;
+}
+
+int hal_linear_few_outputs(uintptr_t x, int64_t ldx, uintptr_t w, int64_t w_out, int64_t w_in, uintptr_t bias,
+                           uintptr_t y, int64_t rows, int64_t n_in, int64_t n_out) {
+    if (n_out > LINEAR_FEW) return 0;
+    linear_few_outputs((const float *)x, ldx, (const float *)w, w_out, w_in, (const float *)bias, (float *)y, rows,
+                       n_in, n_out);
+    return 1;
 }

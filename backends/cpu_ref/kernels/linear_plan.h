@@ -15,3 +15,14 @@ void linear_wgrad_f32(const void *dy, const void *x, float *dw, float *dbias, in
                       int add, int stream);
 void linear_wgrad_bf16(const void *dy, const void *x, float *dw, float *dbias, int64_t rows, int64_t n_out, int64_t n_in,
                        int add, int stream);
+
+// The same where dy or x has at most LINEAR_NARROW columns.
+enum { LINEAR_NARROW = 80 };
+void linear_wgrad_narrow(const float *dy, const float *x, float *dw, float *dbias, int64_t rows, int64_t n_out,
+                         int64_t n_in, int add);
+
+// y [rows][n_out] = x w^T + bias (NULL: none) for n_out <= LINEAR_FEW. The rows of x are ldx apart, and w's element
+// [o][i] is at w[o * w_out + i * w_in].
+enum { LINEAR_FEW = 32 };
+void linear_few_outputs(const float *x, int64_t ldx, const float *w, int64_t w_out, int64_t w_in, const float *bias,
+                        float *y, int64_t rows, int64_t n_in, int64_t n_out);

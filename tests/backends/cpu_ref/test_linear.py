@@ -1,4 +1,4 @@
-"""linear's own weight gradient (kernels/linear_kind.h): any shape, any number of threads, only requested gradients."""
+"""linear's own products: any shape and strides, any number of threads, only requested gradients."""
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from hal.backends.cpu_ref.build import lib
 from hal.backends.cpu_ref.tensors import CODE
 
 SHAPES = [(1, 1, 1), (7, 3, 5), (192, 8, 48), (193, 9, 49), (500, 97, 47), (385, 200, 2100), (40, 16, 96)]
+# In float32, both operands are read in place if one of them has at most 80 columns.
+SHAPES += [(200, 130, 17), (129, 700, 1), (64, 80, 96), (150, 81, 80), (193, 81, 96), (65, 49, 24), (63, 1, 47)]
 
 
 def product(dy, x, initial=None):
@@ -45,7 +47,7 @@ def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "n_out", "n_in"), [(193, 300, 130), (1000, 300, 130), (500, 10, 400), (200, 900, 4700)]
+    ("rows", "n_out", "n_in"), [(193, 300, 130), (1000, 300, 130), (500, 10, 400), (500, 400, 10), (200, 900, 4700)]
 )
 def test_the_result_does_not_depend_on_the_number_of_threads(rows, n_out, n_in, dtype):
     torch.manual_seed(0)
@@ -104,6 +106,69 @@ def test_sums_that_are_not_contiguous_are_refused_whatever_was_asked_before(firs
             with pytest.raises(hal.UnsupportedOp, match="main_grad or main_bias_grad that is not contiguous"):
                 hal.ops.linear_wgrad(x, dy, sums, bias)
             assert not sums.any()
+
+
+def few_outputs(x, w, bias=None):
+    """x w^T + bias from the kernel for few outputs."""
+    y = torch.full((x.shape[0], w.shape[0]), float("nan"))
+    at = x.data_ptr(), x.stride(0), w.data_ptr(), *w.stride(), 0 if bias is None else bias.data_ptr(), y.data_ptr()
+    assert lib().hal_linear_few_outputs(*at, *x.shape, w.shape[0])
+    return y
+
+
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs"), [(1, 1, 1), (64, 512, 16), (65, 513, 17), (7, 1030, 32), (200, 47, 31), (130, 15, 8)]
+)
+def test_few_outputs_are_the_product_in_float64(rows, inputs, outputs):
+    torch.manual_seed(rows)
+    x, w, bias = torch.randn(rows, inputs + 3), torch.randn(outputs + 1, inputs), torch.randn(outputs)
+    bound = 4e-6 * inputs**0.5 + 4e-6
+    for left, right in (
+        (x[:, :inputs], w[:outputs]),
+        (x[:, 3:], w.t().contiguous().t()[1:]),
+        (x[:, 1 : inputs + 1], torch.stack((w, w), 2)[:outputs, :, 1]),
+    ):
+        want = left.double() @ right.double().t()
+        torch.testing.assert_close(few_outputs(left, right).double(), want, atol=bound, rtol=1e-6)
+        torch.testing.assert_close(few_outputs(left, right, bias).double(), want + bias, atol=bound, rtol=1e-6)
+
+
+def test_few_outputs_depend_neither_on_the_number_of_threads_nor_on_other_rows():
+    torch.manual_seed(0)
+    x, w, bias = torch.randn(150, 700), torch.randn(20, 700), torch.randn(20)
+    want, threads = few_outputs(x, w, bias), torch.get_num_threads()
+    try:
+        for n in (1, 2, 3, 8):
+            torch.set_num_threads(n)
+            assert torch.equal(few_outputs(x, w, bias), want)
+            assert torch.equal(few_outputs(x[37:41], w, bias), want[37:41])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_more_than_few_outputs_are_refused_and_nothing_written():
+    n = linear._FEW_OUTPUTS + 1
+    x, w, y = torch.ones(4, 8), torch.ones(n, 8), torch.zeros(4, n)
+    at = x.data_ptr(), 8, w.data_ptr(), 8, 1, 0, y.data_ptr()
+    assert not lib().hal_linear_few_outputs(*at, 4, 8, n)
+    assert not y.any()
+    assert lib().hal_linear_few_outputs(*at, 4, 8, n - 1)
+
+
+@pytest.mark.parametrize("outputs", [8, linear._FEW_OUTPUTS, linear._FEW_OUTPUTS + 1])
+def test_a_layer_uses_the_kernel_for_few_outputs(outputs, monkeypatch):
+    if linear._onednn() is None or not linear.fast(torch.float32):
+        pytest.skip("torch.mm is not slow on this processor")
+    calls, kernel = [], linear._few_outputs
+    monkeypatch.setattr(linear, "_few_outputs", lambda *args: calls.append(1) or kernel(*args))
+    torch.manual_seed(3)
+    x, weight, bias = torch.randn(2, 600, 450)[:, :, 2:], torch.randn(outputs, 448), torch.randn(2 * outputs)[::2]
+    assert x.numel() * outputs >= linear._SMALL
+    for b in (None, bias):
+        y = hal.ops.linear(x, weight, b)
+        want = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+        torch.testing.assert_close(y.double(), want, atol=2e-4, rtol=1e-6)
+    assert len(calls) == (2 if outputs <= linear._FEW_OUTPUTS else 0)
 
 
 def large(bias=True):
