@@ -3,9 +3,10 @@
 MKL uses its AVX-512 kernels on Intel's processors only; on others torch.mm runs float32 at half the speed of oneDNN.
 torch ships oneDNN and exposes it through the operator that its compiler uses for fused layers. For the gradient of the
 weight that operator would copy its operands, so it is a kernel of this backend (kernels/linear_kind.h). With few
-outputs oneDNN is slower than torch.mm, so this is a kernel as well (kernels/linear_narrow.h). Accuracy is the same
-(float32 products and sums). torch.mm already uses oneDNN for 16-bit products; but torch's linear adds a bias to
-the rounded product in a second pass, whereas the operator adds it before rounding, at no cost.
+outputs oneDNN is slower than torch.mm; these products, and those of few inputs, are kernels as well
+(kernels/linear_narrow.h). Accuracy is the same (float32 products and sums). torch.mm already uses oneDNN for 16-bit
+products; but torch's linear adds a bias to the rounded product in a second pass, whereas the operator adds it before
+rounding, at no cost.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from .tensors import CODE, reasons, refuses
 _SMALL = 1 << 22
 """Below this many multiplications both take the same time, and the call of torch.mm is cheaper."""
 
-_FEW_OUTPUTS = 32
-"""Up to this many outputs the kernel takes 0.4 to 1.0 of oneDNN's time."""
+_NARROW = 32
+"""Up to this many outputs the kernel takes 0.4 to 1.0 of oneDNN's time, up to this many inputs 0.6 to 1.0."""
 
 
 @cache
@@ -70,21 +71,21 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.ndim > 2 and not x.is_contiguous():  # torch might run one product per matrix and add the bias afterwards
             return torch.nn.functional.linear(_rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
         return torch.nn.functional.linear(x, w, bias)
-    if x.dtype == torch.float32 and w.shape[0] <= _FEW_OUTPUTS and fast(x.dtype):
-        return _few_outputs(_rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
+    if x.dtype == torch.float32 and min(w.shape) <= _NARROW and fast(x.dtype):
+        return _narrow(_rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
     # The operator ignores the stride of the bias.
     return onednn(_dense(x), _dense(w), None if bias is None else bias.contiguous(), "none", [], "")
 
 
-def _few_outputs(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def _narrow(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """kernels/linear_narrow.h: x [rows, k] times the transpose of w [n, k], plus bias [n], all float32."""
     x = x if x.stride(1) == 1 else x.contiguous()
     y = empty((x.shape[0], w.shape[0]), torch.float32)
     bias = None if bias is None else bias.contiguous()
     at = [t.data_ptr() or address(t) for t in (x, w, y)]
     shape = (*x.shape, w.shape[0])
-    if not lib().hal_linear_few_outputs(at[0], x.stride(0), at[1], *w.stride(), address(bias), at[2], *shape):
-        raise HalError(f"linear's kernel for few outputs does not compute {w.shape[0]} of them")
+    if not lib().hal_linear_narrow(at[0], x.stride(0), at[1], *w.stride(), address(bias), at[2], *shape):
+        raise HalError(f"linear's kernel for few inputs or outputs does not multiply a weight of {tuple(w.shape)}")
     return y
 
 

@@ -37,10 +37,10 @@ int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight
     return 0;
 }
 
-int hal_linear_few_outputs(uintptr_t x, int64_t ldx, uintptr_t w, int64_t w_out, int64_t w_in, uintptr_t bias,
-                           uintptr_t y, int64_t rows, int64_t n_in, int64_t n_out) {
-    if (n_out > LINEAR_FEW) return 0;
-    linear_few_outputs((const float *)x, ldx, (const float *)w, w_out, w_in, (const float *)bias, (float *)y, rows,
-                       n_in, n_out);
+int hal_linear_narrow(uintptr_t x, int64_t ldx, uintptr_t w, int64_t w_out, int64_t w_in, uintptr_t bias, uintptr_t y,
+                      int64_t rows, int64_t n_in, int64_t n_out) {
+    if (n_out > LINEAR_FEW && n_in > LINEAR_FEW) return 0;
+    linear_narrow((const float *)x, ldx, (const float *)w, w_out, w_in, (const float *)bias, (float *)y, rows, n_in,
+                  n_out);
     return 1;
 }

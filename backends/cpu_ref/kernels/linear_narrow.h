@@ -1,6 +1,6 @@
 // Linear layers with few outputs or inputs in float32 (a router's experts, the rank of LoRA). Packing the operands
-// would take as long as multiplying them, so the large ones are read in place. Included by linear_f32.c after
-// linear_kind.h.
+// would take as long as multiplying them, so the large ones are read and written in place. Included by linear_f32.c
+// after linear_kind.h.
 enum {
     STEP = 64,           // tokens per block
     CHUNK = 10 * PANEL,  // columns of the wide side of a weight gradient at a time
@@ -71,36 +71,71 @@ void linear_wgrad_narrow(const float *dy, const float *x, float *dw, float *dbia
     }
 }
 
-// C [m][ldb] = A B or, with `add`, C += A B for A [m] lda apart and B [depth][ldb], ldb <= LINEAR_FEW. Not inlined for
-// the same reason.
+// For A with m rows lda apart and B [depth][ldb], ldb <= LINEAR_FEW: C [m][ldb] = A B or, with `add`, C += A B. Not
+// inlined for the same reason, nor is the next one.
 static __attribute__((noinline)) void narrow_rows(int64_t m, int64_t depth, const float *a, int64_t lda, const float *b,
                                                   int64_t ldb, float *c, int add) {
     stripes(m, ldb / W, depth, a, lda, 1, b, ldb, c, ldb, add, NULL);
 }
 
-// See linear_plan.h. W is packed, transposed; every element is a sum over blocks of SPAN columns in order.
-void linear_few_outputs(const float *x, int64_t ldx, const float *w, int64_t w_out, int64_t w_in, const float *bias,
-                        float *y, int64_t rows, int64_t n_in, int64_t n_out) {
-    const int64_t ld = (n_out + W - 1) / W * W, blocks = (rows + STEP - 1) / STEP;
+// MR rows at most of a panel: C [m][ldc] = A B.
+static __attribute__((noinline)) void shallow_tile(int64_t m, int64_t depth, const float *a, int64_t lda,
+                                                   const float *b, int64_t ldb, float *c, int64_t ldc) {
+    stripe(MR, 3, m, depth, a, lda, 1, b, ldb, c, ldc, 0, NULL);
+}
+
+// The operands of linear_narrow, and W packed, transposed: `columns` [n_in][ld], zero beyond the last output.
+struct narrow {
+    const float *x, *bias, *columns;
+    float *y;
+    int64_t ldx, rows, n_in, n_out, ld;
+};
+
+// STEP rows of Y from row r on, for few outputs. Every element is a sum over blocks of SPAN columns in order.
+static void few_outputs(const struct narrow *s, int64_t r) {
+    float sums[STEP * LINEAR_FEW] __attribute__((aligned(64)));
+    const int64_t m = s->rows - r < STEP ? s->rows - r : STEP;
+    for (int64_t k = 0; k < s->n_in; k += SPAN) {
+        const int64_t depth = s->n_in - k < SPAN ? s->n_in - k : SPAN;
+        narrow_rows(m, depth, s->x + r * s->ldx + k, s->ldx, s->columns + k * s->ld, s->ld, sums, k > 0);
+    }
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t o = 0; o < s->n_out; o++)
+            s->y[(r + i) * s->n_out + o] = sums[i * s->ld + o] + (s->bias ? s->bias[o] : 0);
+}
+
+// MR rows of Y from row r on, for few inputs.
+static void few_inputs(const struct narrow *s, int64_t r) {
+    float sums[MR * PANEL] __attribute__((aligned(64)));
+    const int64_t m = s->rows - r < MR ? s->rows - r : MR;
+    for (int64_t o = 0; o < s->n_out; o += PANEL) {
+        const int64_t n = s->n_out - o < PANEL ? s->n_out - o : PANEL;
+        const int buffered = n < PANEL || s->bias;
+        float *y = s->y + r * s->n_out + o, *c = buffered ? sums : y;
+        shallow_tile(m, s->n_in, s->x + r * s->ldx, s->ldx, s->columns + o, s->ld, c, buffered ? PANEL : s->n_out);
+        for (int64_t i = 0; i < m && buffered; i++, c += PANEL, y += s->n_out)
+            for (int64_t j = 0; j < n; j++) y[j] = c[j] + (s->bias ? s->bias[o + j] : 0);
+    }
+}
+
+// See linear_plan.h.
+void linear_narrow(const float *x, int64_t ldx, const float *w, int64_t w_out, int64_t w_in, const float *bias,
+                   float *y, int64_t rows, int64_t n_in, int64_t n_out) {
+    const int few = n_out <= LINEAR_FEW, step = few ? STEP : MR;
+    const int64_t width = few ? W : PANEL, ld = (n_out + width - 1) / width * width;
     float *columns = hal_scratch((size_t)(n_in * ld) * sizeof(float));
+    const struct narrow all = {x, bias, columns, y, ldx, rows, n_in, n_out, ld};
 #pragma omp parallel
     {
+#pragma omp for schedule(static) collapse(2)
+        for (int64_t k0 = 0; k0 < n_in; k0 += W)
+            for (int64_t o0 = 0; o0 < ld; o0 += W)
+                for (int64_t o = o0; o < o0 + W; o++)
+                    for (int64_t k = k0; k < k0 + W && k < n_in; k++)
+                        columns[k * ld + o] = o < n_out ? w[o * w_out + k * w_in] : 0;
 #pragma omp for schedule(static)
-        for (int64_t k0 = 0; k0 < n_in; k0 += W) {
-            const int64_t k1 = k0 + W < n_in ? k0 + W : n_in;
-            for (int64_t o = 0; o < ld; o++)
-                for (int64_t k = k0; k < k1; k++) columns[k * ld + o] = o < n_out ? w[o * w_out + k * w_in] : 0;
-        }
-#pragma omp for schedule(static)
-        for (int64_t block = 0; block < blocks; block++) {
-            float sums[STEP * LINEAR_FEW] __attribute__((aligned(64)));
-            const int64_t r = block * STEP, m = rows - r < STEP ? rows - r : STEP;
-            for (int64_t k = 0; k < n_in; k += SPAN) {
-                const int64_t depth = n_in - k < SPAN ? n_in - k : SPAN;
-                narrow_rows(m, depth, x + r * ldx + k, ldx, columns + k * ld, ld, sums, k > 0);
-            }
-            for (int64_t i = 0; i < m; i++)
-                for (int64_t o = 0; o < n_out; o++) y[(r + i) * n_out + o] = sums[i * ld + o] + (bias ? bias[o] : 0);
-        }
+        for (int64_t r = 0; r < rows; r += step)
+            if (few) few_outputs(&all, r);
+            else few_inputs(&all, r);
     }
 }

@@ -21,8 +21,8 @@ enum { LINEAR_NARROW = 80 };
 void linear_wgrad_narrow(const float *dy, const float *x, float *dw, float *dbias, int64_t rows, int64_t n_out,
                          int64_t n_in, int add);
 
-// y [rows][n_out] = x w^T + bias (NULL: none) for n_out <= LINEAR_FEW. The rows of x are ldx apart, and w's element
-// [o][i] is at w[o * w_out + i * w_in].
+// y [rows][n_out] = x w^T + bias (NULL: none) where n_out or n_in is at most LINEAR_FEW. The rows of x are ldx apart,
+// and w's element [o][i] is at w[o * w_out + i * w_in].
 enum { LINEAR_FEW = 32 };
-void linear_few_outputs(const float *x, int64_t ldx, const float *w, int64_t w_out, int64_t w_in, const float *bias,
-                        float *y, int64_t rows, int64_t n_in, int64_t n_out);
+void linear_narrow(const float *x, int64_t ldx, const float *w, int64_t w_out, int64_t w_in, const float *bias,
+                   float *y, int64_t rows, int64_t n_in, int64_t n_out);

@@ -108,18 +108,20 @@ def test_sums_that_are_not_contiguous_are_refused_whatever_was_asked_before(firs
             assert not sums.any()
 
 
-def few_outputs(x, w, bias=None):
-    """x w^T + bias from the kernel for few outputs."""
+def narrow(x, w, bias=None):
+    """x w^T + bias from the kernel for few outputs or inputs."""
     y = torch.full((x.shape[0], w.shape[0]), float("nan"))
     at = x.data_ptr(), x.stride(0), w.data_ptr(), *w.stride(), 0 if bias is None else bias.data_ptr(), y.data_ptr()
-    assert lib().hal_linear_few_outputs(*at, *x.shape, w.shape[0])
+    assert lib().hal_linear_narrow(*at, *x.shape, w.shape[0])
     return y
 
 
-@pytest.mark.parametrize(
-    ("rows", "inputs", "outputs"), [(1, 1, 1), (64, 512, 16), (65, 513, 17), (7, 1030, 32), (200, 47, 31), (130, 15, 8)]
-)
-def test_few_outputs_are_the_product_in_float64(rows, inputs, outputs):
+FEW_OUTPUTS = [(1, 1, 1), (64, 512, 16), (65, 513, 17), (7, 1030, 32), (200, 47, 31), (130, 15, 8)]
+FEW_INPUTS = [(1, 1, 33), (8, 16, 48), (17, 32, 150), (65, 31, 96), (100, 1, 513), (3, 9, 1000)]
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), FEW_OUTPUTS + FEW_INPUTS)
+def test_a_narrow_product_is_the_product_in_float64(rows, inputs, outputs):
     torch.manual_seed(rows)
     x, w, bias = torch.randn(rows, inputs + 3), torch.randn(outputs + 1, inputs), torch.randn(outputs)
     bound = 4e-6 * inputs**0.5 + 4e-6
@@ -129,46 +131,49 @@ def test_few_outputs_are_the_product_in_float64(rows, inputs, outputs):
         (x[:, 1 : inputs + 1], torch.stack((w, w), 2)[:outputs, :, 1]),
     ):
         want = left.double() @ right.double().t()
-        torch.testing.assert_close(few_outputs(left, right).double(), want, atol=bound, rtol=1e-6)
-        torch.testing.assert_close(few_outputs(left, right, bias).double(), want + bias, atol=bound, rtol=1e-6)
+        torch.testing.assert_close(narrow(left, right).double(), want, atol=bound, rtol=1e-6)
+        torch.testing.assert_close(narrow(left, right, bias).double(), want + bias, atol=bound, rtol=1e-6)
 
 
-def test_few_outputs_depend_neither_on_the_number_of_threads_nor_on_other_rows():
+@pytest.mark.parametrize(("inputs", "outputs"), [(700, 20), (20, 700)])
+def test_a_narrow_product_depends_neither_on_the_number_of_threads_nor_on_other_rows(inputs, outputs):
     torch.manual_seed(0)
-    x, w, bias = torch.randn(150, 700), torch.randn(20, 700), torch.randn(20)
-    want, threads = few_outputs(x, w, bias), torch.get_num_threads()
+    x, w, bias = torch.randn(150, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    want, threads = narrow(x, w, bias), torch.get_num_threads()
     try:
         for n in (1, 2, 3, 8):
             torch.set_num_threads(n)
-            assert torch.equal(few_outputs(x, w, bias), want)
-            assert torch.equal(few_outputs(x[37:41], w, bias), want[37:41])
+            assert torch.equal(narrow(x, w, bias), want)
+            assert torch.equal(narrow(x[37:41], w, bias), want[37:41])
     finally:
         torch.set_num_threads(threads)
 
 
-def test_more_than_few_outputs_are_refused_and_nothing_written():
-    n = linear._FEW_OUTPUTS + 1
-    x, w, y = torch.ones(4, 8), torch.ones(n, 8), torch.zeros(4, n)
-    at = x.data_ptr(), 8, w.data_ptr(), 8, 1, 0, y.data_ptr()
-    assert not lib().hal_linear_few_outputs(*at, 4, 8, n)
+def test_a_product_that_is_not_narrow_is_refused_and_nothing_written():
+    n = linear._NARROW + 1
+    x, w, y = torch.ones(4, n), torch.ones(n, n), torch.zeros(4, n)
+    at = x.data_ptr(), n, w.data_ptr(), n, 1, 0, y.data_ptr()
+    assert not lib().hal_linear_narrow(*at, 4, n, n)
     assert not y.any()
-    assert lib().hal_linear_few_outputs(*at, 4, 8, n - 1)
+    assert lib().hal_linear_narrow(*at, 4, n - 1, n) and lib().hal_linear_narrow(*at, 4, n, n - 1)
 
 
-@pytest.mark.parametrize("outputs", [8, linear._FEW_OUTPUTS, linear._FEW_OUTPUTS + 1])
-def test_a_layer_uses_the_kernel_for_few_outputs(outputs, monkeypatch):
+@pytest.mark.parametrize("size", [8, linear._NARROW, linear._NARROW + 1])
+@pytest.mark.parametrize("wide", ["inputs", "outputs"])
+def test_a_layer_uses_the_kernel_for_narrow_products(size, wide, monkeypatch):
     if linear._onednn() is None or not linear.fast(torch.float32):
         pytest.skip("torch.mm is not slow on this processor")
-    calls, kernel = [], linear._few_outputs
-    monkeypatch.setattr(linear, "_few_outputs", lambda *args: calls.append(1) or kernel(*args))
+    calls, kernel = [], linear._narrow
+    monkeypatch.setattr(linear, "_narrow", lambda *args: calls.append(1) or kernel(*args))
     torch.manual_seed(3)
-    x, weight, bias = torch.randn(2, 600, 450)[:, :, 2:], torch.randn(outputs, 448), torch.randn(2 * outputs)[::2]
+    inputs, outputs = (448, size) if wide == "inputs" else (size, 448)
+    x, weight, bias = torch.randn(2, 600, inputs + 2)[:, :, 2:], torch.randn(outputs, inputs), torch.randn(2 * outputs)
     assert x.numel() * outputs >= linear._SMALL
-    for b in (None, bias):
+    for b in (None, bias[::2]):
         y = hal.ops.linear(x, weight, b)
         want = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
         torch.testing.assert_close(y.double(), want, atol=2e-4, rtol=1e-6)
-    assert len(calls) == (2 if outputs <= linear._FEW_OUTPUTS else 0)
+    assert len(calls) == (2 if size <= linear._NARROW else 0)
 
 
 def large(bias=True):

@@ -20,7 +20,7 @@ import pytest
 
 from hal.backends.cpu_ref import build, cpu
 
-PRODUCT = re.compile(r"(multiply_rows|add_rows|multiply_columns|stripes?|block|tile|narrow_tile|narrow_rows)\b")
+PRODUCT = re.compile(r"(multiply_rows|add_rows|multiply_columns|stripes?|block|(\w+_)?tile|narrow_rows)\b")
 EXPONENTIALS = re.compile(r"(forward|backward)_(piece|keys)\b|decode_\w+|(softmax|gradient)_columns\b|exponentiate")
 MULTIPLY_ADD = re.compile(r"vf(?:n?)m(?:add|sub)\d+(p[sd])|vdpbf16(ps)")
 AVX2 = ["-march=haswell", "-mtune=generic"]
