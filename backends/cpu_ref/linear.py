@@ -71,10 +71,16 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.ndim > 2 and not x.is_contiguous():  # torch might run one product per matrix and add the bias afterwards
             return torch.nn.functional.linear(_rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
         return torch.nn.functional.linear(x, w, bias)
-    if x.dtype == torch.float32 and min(w.shape) <= _NARROW and fast(x.dtype):
+    if x.dtype == torch.float32 and _is_narrow(x, w) and fast(x.dtype):
         return _narrow(_rows(x), w, bias).view(*x.shape[:-1], w.shape[0])
     # The operator ignores the stride of the bias.
     return onednn(_dense(x), _dense(w), None if bias is None else bias.contiguous(), "none", [], "")
+
+
+def _is_narrow(x: Tensor, w: Tensor) -> bool:
+    """Whether w [n, k] has few inputs or outputs and x [..., k] enough rows. The kernel packs w, which takes as long as
+    multiplying some hundred rows, and oneDNN has a product for a single output."""
+    return min(w.shape) <= _NARROW and w.shape[0] > 1 and x.numel() >= 512 * w.shape[1]
 
 
 def _narrow(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

@@ -176,6 +176,14 @@ def test_a_layer_uses_the_kernel_for_narrow_products(size, wide, monkeypatch):
     assert len(calls) == (2 if size <= linear._NARROW else 0)
 
 
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "used"),
+    [(512, 448, 20, True), (511, 448, 20, False), (5000, 900, 1, False), (512, 20, 448, True), (511, 20, 448, False)],
+)
+def test_few_rows_and_a_single_output_are_left_to_onednn(rows, inputs, outputs, used):
+    assert linear._is_narrow(torch.empty(rows, inputs), torch.empty(outputs, inputs)) is used
+
+
 def large(bias=True):
     """Operands of a product that is large enough for the kernel, with strided rows."""
     torch.manual_seed(1)
