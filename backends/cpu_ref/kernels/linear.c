@@ -14,10 +14,16 @@ int hal_linear_is_fast(int64_t dtype) {
     return 0;
 }
 
+// Whether the narrower of dy and x is read in place (linear_wgrad_narrow). If it is x, the result is transposed, which
+// takes as long as multiplying some hundred rows.
+static int in_place(int64_t rows, int64_t n_out, int64_t n_in) {
+    return n_in < n_out ? n_in <= LINEAR_NARROW && rows >= 512 : n_out <= LINEAR_NARROW;
+}
+
 int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight, uintptr_t dbias, int64_t rows,
                      int64_t n_out, int64_t n_in, int add) {
     const int stream = !add && streams(dweight, n_out * n_in * 4, n_in * 4) == STREAM_LINES;
-    if (dtype == HAL_F32 && (n_out <= LINEAR_NARROW || n_in <= LINEAR_NARROW)) {
+    if (dtype == HAL_F32 && in_place(rows, n_out, n_in)) {
         linear_wgrad_narrow((const float *)dy, (const float *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in,
                             add);
         return 1;

@@ -16,7 +16,7 @@ void linear_wgrad_f32(const void *dy, const void *x, float *dw, float *dbias, in
 void linear_wgrad_bf16(const void *dy, const void *x, float *dw, float *dbias, int64_t rows, int64_t n_out, int64_t n_in,
                        int add, int stream);
 
-// The same where dy or x has at most LINEAR_NARROW columns.
+// The same where the narrower of dy and x has at most LINEAR_NARROW columns.
 enum { LINEAR_NARROW = 80 };
 void linear_wgrad_narrow(const float *dy, const float *x, float *dw, float *dbias, int64_t rows, int64_t n_out,
                          int64_t n_in, int add);

@@ -9,8 +9,9 @@ from hal.backends.cpu_ref.build import lib
 from hal.backends.cpu_ref.tensors import CODE
 
 SHAPES = [(1, 1, 1), (7, 3, 5), (192, 8, 48), (193, 9, 49), (500, 97, 47), (385, 200, 2100), (40, 16, 96)]
-# In float32, both operands are read in place if one of them has at most 80 columns.
-SHAPES += [(200, 130, 17), (129, 700, 1), (64, 80, 96), (150, 81, 80), (193, 81, 96), (65, 49, 24), (63, 1, 47)]
+# In float32, both operands are read in place if the narrower one has at most 80 columns, x only from 512 rows on.
+SHAPES += [(600, 130, 17), (512, 700, 1), (64, 80, 96), (530, 81, 80), (193, 81, 96), (513, 49, 24), (63, 1, 47)]
+SHAPES += [(511, 130, 17), (200, 64, 64), (520, 64, 8)]
 
 
 def product(dy, x, initial=None):
@@ -47,7 +48,7 @@ def test_the_kernel_is_the_product_in_float64(rows, n_out, n_in, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("rows", "n_out", "n_in"), [(193, 300, 130), (1000, 300, 130), (500, 10, 400), (500, 400, 10), (200, 900, 4700)]
+    ("rows", "n_out", "n_in"), [(193, 300, 130), (1000, 300, 130), (500, 10, 400), (530, 400, 10), (200, 900, 4700)]
 )
 def test_the_result_does_not_depend_on_the_number_of_threads(rows, n_out, n_in, dtype):
     torch.manual_seed(0)
