@@ -30,7 +30,7 @@ from .tensors import CODE, reasons, refuses
 _SMALL = 1 << 22
 """Below this many multiplications both take the same time, and the call of torch.mm is cheaper."""
 
-_NARROW = 32
+_FEW = 32
 """Up to this many outputs the kernel takes 0.4 to 1.0 of oneDNN's time, up to this many inputs 0.6 to 1.0."""
 
 
@@ -80,7 +80,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
 def _is_narrow(x: Tensor, w: Tensor) -> bool:
     """Whether w [n, k] has few inputs or outputs and x [..., k] enough rows. The kernel packs w, which takes as long as
     multiplying some hundred rows, and oneDNN has a product for a single output."""
-    return min(w.shape) <= _NARROW and w.shape[0] > 1 and x.numel() >= 512 * w.shape[1]
+    return min(w.shape) <= _FEW and w.shape[0] > 1 and x.numel() >= 512 * w.shape[1]
 
 
 def _narrow(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:

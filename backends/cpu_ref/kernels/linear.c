@@ -23,14 +23,13 @@ static int in_place(int64_t rows, int64_t n_out, int64_t n_in) {
 int hal_linear_wgrad(int64_t dtype, uintptr_t dy, uintptr_t x, uintptr_t dweight, uintptr_t dbias, int64_t rows,
                      int64_t n_out, int64_t n_in, int add) {
     const int stream = !add && streams(dweight, n_out * n_in * 4, n_in * 4) == STREAM_LINES;
-    if (dtype == HAL_F32 && in_place(rows, n_out, n_in)) {
-        linear_wgrad_narrow((const float *)dy, (const float *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in,
-                            add);
-        return 1;
-    }
     if (dtype == HAL_F32) {
-        linear_wgrad_f32((const void *)dy, (const void *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in, add,
-                         stream);
+        if (in_place(rows, n_out, n_in))
+            linear_wgrad_narrow((const float *)dy, (const float *)x, (float *)dweight, (float *)dbias, rows, n_out,
+                                n_in, add);
+        else
+            linear_wgrad_f32((const void *)dy, (const void *)x, (float *)dweight, (float *)dbias, rows, n_out, n_in,
+                             add, stream);
         return 1;
     }
 #ifdef LINEAR_HAVE_BF16

@@ -32,9 +32,8 @@ static void narrow_columns(const float *a, int64_t m, const float *b, int64_t ld
 }
 
 // See linear_wgrad_f32; the narrower of dY and X has at most LINEAR_NARROW columns. If it is X, dW^T = X^T dY is
-// computed and transposed.
-// Every element is a sum over blocks of STEP tokens in order, and threads divide the wide side, so the result does not
-// depend on their number.
+// computed and transposed. Every element is a sum over blocks of STEP tokens in order, and threads divide the wide side,
+// so the result does not depend on their number.
 void linear_wgrad_narrow(const float *dy, const float *x, float *dw, float *dbias, int64_t rows, int64_t n_out,
                          int64_t n_in, int add) {
     const int tall = n_in < n_out;

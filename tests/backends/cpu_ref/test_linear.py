@@ -151,7 +151,7 @@ def test_a_narrow_product_depends_neither_on_the_number_of_threads_nor_on_other_
 
 
 def test_a_product_that_is_not_narrow_is_refused_and_nothing_written():
-    n = linear._NARROW + 1
+    n = linear._FEW + 1
     x, w, y = torch.ones(4, n), torch.ones(n, n), torch.zeros(4, n)
     at = x.data_ptr(), n, w.data_ptr(), n, 1, 0, y.data_ptr()
     assert not lib().hal_linear_narrow(*at, 4, n, n)
@@ -159,7 +159,7 @@ def test_a_product_that_is_not_narrow_is_refused_and_nothing_written():
     assert lib().hal_linear_narrow(*at, 4, n - 1, n) and lib().hal_linear_narrow(*at, 4, n, n - 1)
 
 
-@pytest.mark.parametrize("size", [8, linear._NARROW, linear._NARROW + 1])
+@pytest.mark.parametrize("size", [8, linear._FEW, linear._FEW + 1])
 @pytest.mark.parametrize("wide", ["inputs", "outputs"])
 def test_a_layer_uses_the_kernel_for_narrow_products(size, wide, monkeypatch):
     if linear._onednn() is None or not linear.fast(torch.float32):
@@ -174,7 +174,7 @@ def test_a_layer_uses_the_kernel_for_narrow_products(size, wide, monkeypatch):
         y = hal.ops.linear(x, weight, b)
         want = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
         torch.testing.assert_close(y.double(), want, atol=2e-4, rtol=1e-6)
-    assert len(calls) == (2 if size <= linear._NARROW else 0)
+    assert len(calls) == (2 if size <= linear._FEW else 0)
 
 
 @pytest.mark.parametrize(
