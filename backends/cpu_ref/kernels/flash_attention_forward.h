@@ -100,11 +100,9 @@ static int ahead_start(struct ahead *a, const struct fa_call *call, const struct
     const struct hal_flash_attention *g = call->shape;
     const int64_t size = element_size(g->dtype), group = g->heads / g->kv_heads;
     const int64_t d = g->head_size, e = g->value_size;
-    const int64_t rows = (g->heads * g->sq + g->kv_heads * g->sk) * (call->cu_q ? 1 : g->batch);
     const struct fa_sweep now = *sweep;
     a->count = 0;
     a->steps = ((now.end - now.first) / FA_KEYS + 1) * (now.t1 - now.t0) * FA_STEPS;
-    if (now.first == 0 || rows * (d + e) * size <= FA_CACHED) return 0;
     if (++*head < (piece->kv_head + 1) * group) return 1;
     if (now.t1 >= fa_tiles(seq)) return 0;
     *head = piece->kv_head * group;

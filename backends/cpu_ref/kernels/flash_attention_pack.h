@@ -145,30 +145,29 @@ static void pack_pairs(unit *dst, int64_t ld, const char *src, int64_t stride, i
 #define pack_pairs pack_rows
 #endif
 
-// Prefetches the rows of the next sweep, a few lines per step, while the current sweep computes. Used only where it
-// helps: with a window, where sweeps are short (in a long sweep the new rows are a small part); for tensors larger than
-// the last level of cache; for contiguous rows (rows at a stride would evict one another from the few cache sets they
-// map to). A tile takes FA_STEPS steps: with fewer, the core would wait for a free line buffer.
+// Prefetches the rows of the next sweep, a few at each step of the present one. A tile takes FA_STEPS steps: with fewer,
+// the core would wait for a free line buffer. Rows that are far apart are not prefetched, because they would evict one
+// another from the few cache sets they map to.
 enum { FA_STEPS = FA_SUBS + 4 };
 struct ahead {
-    struct bytes_ahead {
-        const char *at, *end;
-        int64_t share;  // bytes per step
+    struct rows_ahead {
+        const char *row;
+        int64_t stride, bytes, rows, share;  // rows left, and how many of them a step prefetches
     } of[6];
     int count;
     int64_t steps;
 };
 
 static void ahead_add(struct ahead *a, const char *row, int64_t stride, int64_t bytes, int64_t rows) {
-    if (rows > 0 && stride == bytes)
-        a->of[a->count++] = (struct bytes_ahead){row, row + rows * bytes, (rows * bytes + a->steps - 1) / a->steps};
+    if (rows > 0 && rows * stride <= FA_AHEAD)
+        a->of[a->count++] = (struct rows_ahead){row, stride, bytes, rows, (rows + a->steps - 1) / a->steps};
 }
 
 static void ahead_step(struct ahead *a) {
     for (int i = 0; i < a->count; i++) {
-        struct bytes_ahead *of = &a->of[i];
-        const char *stop = of->end - of->at > of->share ? of->at + of->share : of->end;
-        for (; of->at < stop; of->at += 64) __builtin_prefetch(of->at, 0, 2);
+        struct rows_ahead *of = &a->of[i];
+        for (int64_t n = 0; n < of->share && of->rows > 0; n++, of->rows--, of->row += of->stride)
+            for (int64_t at = 0; at < of->bytes; at += 64) __builtin_prefetch(of->row + at, 0, 2);
     }
 }
 

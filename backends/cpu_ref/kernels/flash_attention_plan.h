@@ -12,7 +12,7 @@ enum {
     FA_SUBS = FA_QUERIES / FA_SUB,
     FA_KEYS = 96,     // keys of a tile: its scores (96 x 48 floats, 18 KiB) stay in L1
     FA_GROUPS = FA_KEYS / FA_SUB,
-    FA_CACHED = 16 << 20,  // bytes of q, k, v and out that the last level of cache is expected to hold
+    FA_AHEAD = 256 << 10,  // rows that are prefetched extend over no more bytes: a quarter of a small L2 per tensor
     FA_DECODE_QUERIES = 8,  // with more queries, vectors of queries are filled better than vectors of channels
     FA_SWEEP = 4,     // most tiles of queries that share a sweep over the keys; all but the first find the keys in L2
 };
