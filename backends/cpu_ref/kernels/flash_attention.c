@@ -6,6 +6,7 @@
 //   P^T = exp(scale S^T - max)      so maxima and sums over keys are purely vertical: no horizontal reductions,
 //   O [query][d] += P V             P^T's scalars are broadcast, channels fill the lanes: O needs no transposition. It
 //                                   is rescaled when a maximum has grown.
+// Where all queries see all keys of a tile and the maxima stay, the first two are one step (flash_attention_fused.h).
 // Backward, with P recomputed from the saved log-sum-exp (whose rounding error limits P's accuracy for scores beyond
 // about 10^5, as in every implementation that saves only the log-sum-exp) and delta = rowsum(dO * O):
 //   dP^T = V dO^T;  dS^T = P^T (dP^T - delta);  dQ += dS K;  dV += P^T dO;  dK += dS^T Q
@@ -22,17 +23,17 @@
 // accumulators. 96 keys make a score tile of 18 KiB, which stays in L1 between the two products, and O is loaded and
 // stored once per 96 keys (48 keys were about 4 % slower, 128 no faster).
 //
-// Memory traffic per head: K and V are read once per 96 queries (FA_SWEEP tiles), from cache: at most S (D + E) elements,
-// packed once by each thread that works on the head if their rows are not adjacent or need conversion. Q, dO and O are
-// read once, out and dQ written once; backward adds one read and write of the dK, dV scratch per 96 queries. The S x S
-// matrices are never formed. Scratch: per thread packed K and V of one head (backward: also dK and dV in float, with a
-// window those of the keys around it), plus dK and dV of the heads that are cut between threads.
+// Memory traffic per head: K and V are read once per sweep (FA_SWEEP tiles, 192 queries; 96 in a window), from cache: at
+// most S (D + E) elements, packed once by each thread that works on the head if their rows are not adjacent or need
+// conversion. Q, dO and O are read once, out and dQ written once; backward adds one read and write of the dK, dV scratch
+// per sweep. The S x S matrices are never formed. Scratch: per thread packed K and V of one head (backward: also dK and dV
+// in float, with a window those of the keys around it), plus dK and dV of the heads that are cut between threads.
 //
 // Three arithmetic kinds instantiate the same code (flash_attention_kind.h): f32 (float32, and 16-bit types converted
 // on packing), bf16 (bfloat16 pairs through vdpbf16ps, float accumulation), f64. Files: _plan for the split over
 // threads, vectors.h and gemm.h for the micro-kernel, _pack for conversion and transposition, _tile for masks and
-// scores, _scores for what changes them, _forward and _backward for the passes, _decode for the forward pass of up
-// to 8 queries, which is bound by memory traffic.
+// scores, _scores for what changes them, _forward and _backward for the passes, _fused for tiles without an edge,
+// _decode for the forward pass of up to 8 queries, which is bound by memory traffic.
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE  // madvise
 #endif

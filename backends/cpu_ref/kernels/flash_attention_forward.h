@@ -124,11 +124,6 @@ struct forward_space {
     struct bytes_tile *bytes;
 };
 
-#ifdef FA_KIND_F64
-#define COARSE 0x1p59
-#else
-#define COARSE 0x1p30f
-#endif
 HAL_INLINE ivec far_from_zero(vec x) { return max(x, splat(0) - x) > splat(COARSE); }
 
 // For `count` keys (4, or KU) of one vector of queries: replaces S by P and adds P to sum[]. Probabilities are stored
@@ -164,8 +159,6 @@ HAL_INLINE vec exponentiate_all(real *column, int from, int to, const uint8_t *k
 // Online softmax of block column v: replaces S by P, updates maximum m and sum l, and rescales O. All three may be
 // relative to a stale maximum, as long as no exponential exceeds 2^SLACK: the result is the same and O is rescaled less
 // often. (Not inlined: in a larger function the compiler moves vectors to the stack between the exponentials.)
-enum { SLACK = 8 };
-
 __attribute__((noinline)) static void softmax_columns(const struct tile *t, int v, const struct bytes_tile *bytes, real c, int64_t d, real *s,
                             real *o, real *m, real *l) {
     const int from = t->from[v] * FA_SUB, to = least(t->to[v] * FA_SUB, t->keys);
@@ -265,6 +258,14 @@ static void forward_keys(const struct fa_call *call, const struct fa_sequence *s
     const struct adjust a = call->adjusted ? adjust_of(call, seq, head) : (struct adjust){0};
     struct tile *t = &q->t;
     if (!tile_open(t, w->bytes, call, seq, head, k0)) return;
+#if FA_FUSED
+    if (scale.sign == 1 && !call->adjusted && tile_whole(t, seq) &&
+        tile_fused(t->keys, k->p + k0 * k->ld, k->ld, q->qt, units(d), scale.c, q->m, q->l, (unit *)w->s)) {
+        for (int i = 0; i < FA_STEPS; i++) ahead_step(ahead);
+        add_keys(t, seq, e, (const unit *)w->s, v, q->o, padded(e));
+        return;
+    }
+#endif
     tile_scores(t, seq, w->bytes, k->p, k->ld, q->qt, units(d), scale.sign, call->adjusted ? &a : NULL,
                 w->s, NULL);
     ahead_step(ahead), ahead_step(ahead);

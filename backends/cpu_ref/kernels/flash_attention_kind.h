@@ -9,7 +9,18 @@
 
 #include "vectors.h"
 
-enum { SUB_VECTORS = FA_SUB / W, PAD = 16 };
+enum {
+    SUB_VECTORS = FA_SUB / W,
+    PAD = 16,
+    SLACK = 8,  // exponentials may be relative to an earlier maximum as long as they do not exceed 2^SLACK
+};
+
+// Whether scores become probabilities in the registers of their product (flash_attention_fused.h).
+#if FA_VECTOR_BYTES == 64 && !defined(FA_KIND_F64) && !FA_TILES
+#define FA_FUSED 1
+#else
+#define FA_FUSED 0
+#endif
 
 HAL_INLINE vec select(ivec mask, vec yes, vec no) { return (vec)(((ivec)yes & mask) | ((ivec)no & ~mask)); }
 // All bits set where the byte is not 0. (Intrinsics, because compilers widen bytes by single inserts.)
@@ -73,6 +84,22 @@ HAL_INLINE vec log2_of(vec x) {
     p = p * t + 0x1.715476p+0f;
     return p * t + __builtin_convertvector(n, vec) + (x - x);
 }
+#ifdef FA_KIND_BF16  // relative error 3e-6, a thousandth of bfloat16's rounding
+static const real EXP2[] = {0x1.3a02cc9fdb194p-7f, 0x1.c9fc45e1e25e2p-5f, 0x1.ec037755a3ab9p-3f,
+                            0x1.62e12c9c3bccdp-1f, 1};
+#else
+static const real EXP2[] = {0x1.5bba13e573030p-10f, 0x1.3cea878f12ce4p-7f, 0x1.c6b752e06b0dcp-5f,
+                            0x1.ebf9bb89e2839p-3f, 0x1.62e4292034e08p-1f, 1};
+#endif
+enum { TERMS = sizeof EXP2 / sizeof *EXP2 };
+
+HAL_INLINE vec polynomial(const real *terms, vec r) {
+    vec p = r * terms[0] + terms[1];
+#pragma GCC unroll 4
+    for (int i = 2; i < TERMS; i++) p = p * r + terms[i];
+    return p;
+}
+
 HAL_INLINE vec exp2_of(vec x) {
 #if FA_VECTOR_BYTES == 64
     const vec r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -82,17 +109,7 @@ HAL_INLINE vec exp2_of(vec x) {
     const vec shifted = x + (12582912.0f + 127.0f);
     const vec r = x - (shifted - (12582912.0f + 127.0f));
 #endif
-#ifdef FA_KIND_BF16  // relative error 3e-6, a thousandth of bfloat16's rounding
-    vec p = r * 0x1.3a02cc9fdb194p-7f + 0x1.c9fc45e1e25e2p-5f;
-    p = p * r + 0x1.ec037755a3ab9p-3f;
-    p = p * r + 0x1.62e12c9c3bccdp-1f;
-#else
-    vec p = r * 0x1.5bba13e573030p-10f + 0x1.3cea878f12ce4p-7f;
-    p = p * r + 0x1.c6b752e06b0dcp-5f;
-    p = p * r + 0x1.ebf9bb89e2839p-3f;
-    p = p * r + 0x1.62e4292034e08p-1f;
-#endif
-    p = p * r + 1.0f;
+    const vec p = polynomial(EXP2, r);
 #if FA_VECTOR_BYTES == 64
     return _mm512_scalef_ps(p, n);
 #else
@@ -101,11 +118,19 @@ HAL_INLINE vec exp2_of(vec x) {
 }
 #endif
 
+// Beyond this, the rounding error of a shift is more than exp2 tolerates.
+#ifdef FA_KIND_F64
+#define COARSE 0x1p59
+#else
+#define COARSE 0x1p30f
+#endif
+
 #include "gemm.h"
 #include "transpose.h"
 #include "flash_attention_pack.h"
 #include "flash_attention_scores.h"
 #include "flash_attention_tile.h"
+#include "flash_attention_fused.h"
 #include "flash_attention_forward.h"
 #include "flash_attention_decode.h"
 #include "flash_attention_backward.h"

@@ -17,10 +17,9 @@ enum { MR = FA_MANY_REGISTERS ? 8 : 4, MR_WIDE = 6 };
 #define MAC MAC_LANES
 #endif
 
-// A(m, kk) = a[m * row + kk * col].
-HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b, int64_t ldb,
-                      real *c, int64_t ldc, int add) {
-    vec acc[8][4];
+// acc[m][n] = sum over kk of A(m, kk) B[kk][n] for mr rows and nv vectors, where A(m, kk) = a[m * row + kk * col].
+HAL_INLINE void multiply(int mr, int nv, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b, int64_t ldb,
+                         vec acc[8][4]) {
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4
@@ -39,6 +38,12 @@ HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row,
         a += col;
         b += ldb;
     }
+}
+
+HAL_INLINE void block(int mr, int nv, int64_t depth, const unit *a, int64_t row, int64_t col, const unit *b, int64_t ldb,
+                      real *c, int64_t ldc, int add) {
+    vec acc[8][4];
+    multiply(mr, nv, depth, a, row, col, b, ldb, acc);
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
 #pragma GCC unroll 4

@@ -172,6 +172,17 @@ def test_windows_on_both_sides_and_dead_rows(window: tuple[int, int]) -> None:
         check("BSND", 1, (2, 2), sizes, 16, pre=window[0], next=window[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("edge", [*range(0, 20, 3), 46, 47])
+def test_edges_of_a_window_within_a_tile(edge: int, dtype: torch.dtype) -> None:
+    """From the second tile of keys on, one that all queries see is computed in another way than one with an edge."""
+    check(
+        "BNSD", 1, (1, 1), (144, 104), 16, dtype, next=40 + edge
+    )  # the first of queries 96 ... may see keys 96 ... 103
+    check("BNSD", 1, (1, 1), (96, 300), 16, dtype, pre=108 + edge)  # the last of queries 0 ... 47 may see key 96
+    check("BNSD", 1, (1, 1), (96, 300), 16, dtype, next=edge - 12)
+
+
 @pytest.mark.parametrize("window", [(8, 0), (0, 5), (90, 60), (30, -20), (-400, 0)])
 def test_a_window_over_many_times_as_many_keys(window: tuple[int, int]) -> None:
     """The backward pass keeps the gradients of the keys near the window only; some keys no query sees."""
@@ -302,7 +313,7 @@ def test_dropout_of_packed_sequences_counts_packed_tokens() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
 def test_dropout_gradients(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    p, rng, (b, n, g, sq, sk, d) = 0.4, Rng(5, 6), (1, 4, 2, 70, 110, 12)
+    p, rng, (b, n, g, sq, sk, d) = 0.4, Rng(5, 6), (1, 2, 1, 70, 300, 12)
     q, k, v = (draw("BNSD", b, h, s, d, dtype).requires_grad_() for h, s in ((n, sq), (g, sk), (g, sk)))
     out = ops.flash_attention(q, k, v, layout="BNSD", next_tokens=3, dropout_p=p, rng=rng)
     kept = [philox_word(5, 6, e) >> 8 >= math.ceil(p * 2**24) for e in range(b * n * sq * sk)]
@@ -435,6 +446,52 @@ def test_scores_of_any_size_choose_the_largest(dtype: torch.dtype, masked: bool,
     assert sure.sum() > 120 and lse.isfinite().all()
     want = torch.softmax(scores / 4, -1) @ v.double()
     torch.testing.assert_close(out[sure].double(), want[sure], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+@pytest.mark.parametrize("growth", [-300.0, -50.0, 8.0, 50.0, 70.0, 130.0])
+def test_later_keys_may_outgrow_the_first_ones(growth: float, dtype: torch.dtype) -> None:
+    """The keys from 150 on have larger scores by `growth` (in base 2), most of them in tiles that all queries see."""
+    torch.manual_seed(8)
+    q, k, v = (torch.randn(1, 2, s, 64, dtype=torch.float64) for s in (100, 400, 400))
+    q[..., 0], k[..., 0] = 4.0, 0.0
+    k[:, :, 150:, 0] = growth * math.log(2) * 8 / 4
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    out, lse = ops.flash_attention(q, k, v, layout="BNSD", return_lse=True)
+    scores = q.double() @ k.double().mT / 8
+    close(out, torch.softmax(scores, -1) @ v.double(), "out", TOLERANCE[dtype])
+    close(lse, torch.logsumexp(scores, -1), "lse", 1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda t: str(t)[6:])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_poison_in_keys_that_all_queries_see(poison: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(9)
+    q, k, v = (torch.randn(1, 2, s, 64).abs().to(dtype) for s in (100, 400, 400))
+    mask = torch.zeros(100, 400, dtype=torch.bool)
+    mask[:, 150] = True
+    clean = ops.flash_attention(q, k, v, layout="BNSD", mask=mask)
+    k[0, 1, 150, 5] = poison
+    out = ops.flash_attention(q, k, v, layout="BNSD")
+    assert out[0, 0].isfinite().all()
+    if poison == -math.inf:  # scores of -inf, which is the same as hidden
+        close(out[0, 1], clean[0, 1].double(), "out", TOLERANCE[dtype])
+    else:
+        assert out[0, 1].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_equal_keys_of_two_tiles_get_equal_probabilities_at_any_size(dtype: torch.dtype) -> None:
+    """All queries of a head are equal, so that the rounding error of their shifts is, too."""
+    torch.manual_seed(10)
+    q, k, v = (torch.rand(1, 8, s, 16, dtype=torch.float64) for s in (1, 400, 400))
+    q = q.expand(-1, -1, 100, -1)
+    size = 1e9 if dtype == torch.float64 else 7e4
+    k[:, :, 4] = k[:, :, 300] = 10.0
+    q, k, v = (q * size).to(dtype), (k * size).to(dtype), v.to(dtype)
+    out = ops.flash_attention(q, k, v, layout="BNSD")
+    want = (v[:, :, 4] + v[:, :, 300]).double() / 2
+    close(out, want[:, :, None].expand(-1, -1, 100, -1), "out", TOLERANCE[dtype])
 
 
 # Up to 8 queries use a separate code path (flash_attention_decode.h).
