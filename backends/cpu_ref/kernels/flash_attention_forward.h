@@ -261,8 +261,9 @@ static void forward_keys(const struct fa_call *call, const struct fa_sequence *s
 #if FA_FUSED
     if (scale.sign == 1 && !call->adjusted && tile_whole(t, seq) &&
         tile_fused(t->keys, k->p + k0 * k->ld, k->ld, q->qt, units(d), scale.c, q->m, q->l, (unit *)w->s)) {
-        for (int i = 0; i < FA_STEPS; i++) ahead_step(ahead);
+        for (int i = 0; i < FA_STEPS / 2; i++) ahead_step(ahead);
         add_keys(t, seq, e, (const unit *)w->s, v, q->o, padded(e));
+        for (int i = FA_STEPS / 2; i < FA_STEPS; i++) ahead_step(ahead);
         return;
     }
 #endif

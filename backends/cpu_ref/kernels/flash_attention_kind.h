@@ -93,6 +93,7 @@ static const real EXP2[] = {0x1.5bba13e573030p-10f, 0x1.3cea878f12ce4p-7f, 0x1.c
 #endif
 enum { TERMS = sizeof EXP2 / sizeof *EXP2 };
 
+// 2^r for |r| <= 1/2 by EXP2 or a copy of it.
 HAL_INLINE vec polynomial(const real *terms, vec r) {
     vec p = r * terms[0] + terms[1];
 #pragma GCC unroll 4

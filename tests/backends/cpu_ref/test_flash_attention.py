@@ -175,11 +175,12 @@ def test_windows_on_both_sides_and_dead_rows(window: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("edge", [*range(0, 20, 3), 46, 47])
 def test_edges_of_a_window_within_a_tile(edge: int, dtype: torch.dtype) -> None:
-    """From the second tile of keys on, one that all queries see is computed in another way than one with an edge."""
-    check(
-        "BNSD", 1, (1, 1), (144, 104), 16, dtype, next=40 + edge
-    )  # the first of queries 96 ... may see keys 96 ... 103
-    check("BNSD", 1, (1, 1), (96, 300), 16, dtype, pre=108 + edge)  # the last of queries 0 ... 47 may see key 96
+    """A tile of keys whose last keys the first queries do not see is computed in another way than one that all see.
+
+    Queries 96 ... see the keys up to 96 + edge of the tile 96 ... 103; queries 48 ... those up to 240 + edge of the
+    tile 192 ... 287.
+    """
+    check("BNSD", 1, (1, 1), (144, 104), 16, dtype, next=40 + edge)
     check("BNSD", 1, (1, 1), (96, 300), 16, dtype, next=edge - 12)
 
 

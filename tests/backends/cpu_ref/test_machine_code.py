@@ -240,11 +240,13 @@ def test_attention_compiled_for_avx2_keeps_its_sums_in_registers(kind: str, tmp_
     assert not messages, "\n".join(messages)
 
 
-# Replacements for the beginning of the block of gemm.h, and the error that is then reported.
+# Replacements in gemm.h for the declarations of a block's sums and of a step's operands, and the error then reported.
+SUMS, OPERANDS = "vec acc[8][4];", "uvec bj[4];"
 PLANTED = {
-    "a bound that the compiler does not know": ("volatile int n = mr; mr = n; vec acc[8][4];", "written to memory"),
-    "sums of variable extent": ("volatile int n = nv; nv = n; vec acc[mr][nv];", "written to memory"),
-    "more sums than registers": ("nv = nv == 3 ? 5 : nv; vec acc[8][5];", "written to memory"),
+    "a bound that the compiler does not know": (f"volatile int n = mr; mr = n; {SUMS}", OPERANDS, "written to memory"),
+    "sums of variable extent": ("volatile int n = nv; nv = n; vec acc[mr][nv];", OPERANDS, "written to memory"),
+    "more sums than registers": ("nv = nv == 3 ? 5 : nv; vec acc[8][5];", "uvec bj[5];", "written to memory"),
+    "other work between the products": (SUMS, f"volatile int n = 0;{' n++;' * 30} {OPERANDS}", "too many"),
 }
 
 
@@ -257,8 +259,8 @@ def test_a_planted_spill_is_found(fault: str, target: str, tmp_path: Path) -> No
     full, flags = (registers(), []) if target == "this processor" else (12, AVX2)
     kernels = tmp_path / "kernels"
     shutil.copytree(build.KERNELS, kernels)
-    text, (planted, message) = (kernels / "gemm.h").read_text(), PLANTED[fault]
-    for old, new in (("vec acc[8][4];", planted), ("uvec bj[4];", "uvec bj[5];")):
+    text, (sums, operands, message) = (kernels / "gemm.h").read_text(), PLANTED[fault]
+    for old, new in ((SUMS, sums), (OPERANDS, operands)):
         assert text.count(old) == 1
         text = text.replace(old, new)
     (kernels / "gemm.h").write_text(text)
