@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from . import goals
 from .case import OURS, Case
@@ -59,33 +60,37 @@ def run(
     """
     results = Results()
     effort = effort or (Effort(rounds=5, least=3) if one_thread else Effort())
+    runs = [
+        CaseRun(suite, index, case, allocator, backend, peers, effort)
+        for suite in suites
+        for index, case in selected(suite, only)
+        for allocator in case.allocators
+    ]
+    try:
+        measure(runs, lambda suite: Workers(SUITES[suite], backend, one_thread), report)
+    except KeyboardInterrupt:
+        results.interrupted = True
     for suite in suites:
-        runs = [
-            CaseRun(suite, index, case, allocator, backend, peers, effort)
-            for index, case in selected(suite, only)
-            for allocator in case.allocators
-        ]
-        try:
-            with Workers(SUITES[suite], backend, one_thread) as workers:
-                measure(runs, workers, report)
-        except KeyboardInterrupt:
-            results.interrupted = True
-        of_suite = [row for case_run in runs for row in case_run.rows()]
-        of_suite += growth(suite, of_suite, lambda n, s: ratio_goal(backend, n, s, "linear growth", "default"))
-        results.rows += of_suite
-        results.absent += [absent for case_run in runs for absent in case_run.absent]
-        if results.interrupted:
-            break
+        of_suite = [case_run for case_run in runs if case_run.suite == suite]
+        measured = [row for case_run in of_suite for row in case_run.rows()]
+        measured += growth(suite, measured, lambda n, s: ratio_goal(backend, n, s, "linear growth", "default"))
+        results.rows += measured
+        results.absent += [absent for case_run in of_suite for absent in case_run.absent]
     return results
 
 
-def measure(runs: Sequence[CaseRun], workers: Workers, report: Callable[[str], None]) -> None:
-    """Measures every case, and then again those whose figures are close to a goal (see LOOKS)."""
+def measure(runs: Sequence[CaseRun], workers_of: Callable[[str], Workers], report: Callable[[str], None]) -> None:
+    """Measures every case, and then again those whose figures are close to a goal (see LOOKS).
+
+    workers_of: the workers of a suite. They are closed before those of the next suite start.
+    """
     for look in range(LOOKS):
-        for case_run in runs:
-            if look == 0 or case_run.uncertain:
-                case_run.measure(workers)
-                report(case_run.summary + (f", measured {look + 1} times" if look else ""))
+        due = [case_run for case_run in runs if look == 0 or case_run.uncertain]
+        for suite, of_suite in groupby(due, lambda case_run: case_run.suite):
+            with workers_of(suite) as workers:
+                for case_run in of_suite:
+                    case_run.measure(workers)
+                    report(case_run.summary + (f", measured {look + 1} times" if look else ""))
 
 
 def selected(suite: str, only: Sequence[str]) -> list[tuple[int, Case]]:

@@ -253,6 +253,12 @@ def test_a_figure_near_its_goal_is_close_on_either_side(ratio, close):
 class FakeWorkers(FakeMeter):
     """Workers whose candidates have known times and bytes."""
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
     def prepare(self, index, case, name, allocator):
         pass
 
@@ -267,7 +273,7 @@ def run_case(monkeypatch, seconds, goal, growth_goal=None, **kw):
     monkeypatch.setattr(runner, "ratio_goal", lambda backend, name, *others: growth_goal if name == "growth" else goal)
     effort = Effort(rounds=7, least=5, budget=1e9)
     run = CaseRun("suite", 0, case(**kw), "default", "cpu_ref", (), effort)
-    runner.measure([run], FakeWorkers(seconds), lambda line: None)
+    runner.measure([run], lambda suite: FakeWorkers(seconds), lambda line: None)
     return Results(run.rows(), run.absent)
 
 
@@ -279,16 +285,23 @@ def test_a_figure_near_its_goal_is_measured_again_and_one_far_above_in_fewer_rou
     assert row.rounds == rounds
 
 
-def test_close_cases_are_measured_again_after_the_others_and_all_rounds_count(monkeypatch):
+def test_close_cases_are_measured_again_after_all_others_and_all_rounds_count(monkeypatch):
     """A disturbance during the first measurement of a case does not decide its verdict."""
     monkeypatch.setattr(runner, "ratio_goal", lambda backend, name, *others: None if name == "growth" else 2.0)
     effort = Effort(rounds=5, least=5, budget=1e9)
-    runs = [CaseRun("suite", i, case(), "default", "cpu_ref", (), effort) for i in range(2)]
-    workers, lines = FakeWorkers({"ours": 1.0, "peer": lambda r: 1.8 if r < 5 else 2.5}), []
-    runner.measure(runs, workers, lines.append)
+    suites = ("one", "one", "two", "two")
+    runs = [CaseRun(suite, i, case(), "default", "cpu_ref", (), effort) for i, suite in enumerate(suites)]
+    opened, lines = [], []
+
+    def workers_of(suite):
+        opened.append(suite)
+        return FakeWorkers({"ours": 1.0, "peer": lambda r: 1.8 if r < 5 and len(opened) <= 2 else 2.5})
+
+    runner.measure(runs, workers_of, lines.append)
     shown = [line.rpartition("malloc: ")[2] for line in lines]
-    assert shown == ["1.80x peer", "2.50x peer", "2.15x peer, measured 2 times"]
-    first, second = (run.rows()[0] for run in runs)
+    assert shown == ["1.80x peer", "2.50x peer"] * 2 + ["2.15x peer, measured 2 times"] * 2
+    assert opened == ["one", "two"] * 2
+    first, second = (run.rows()[0] for run in runs[:2])
     assert (first.rounds, second.rounds) == (10, 5)
     assert (first.ratio_median, first.ratio_min, first.met) == (2.15, 1.8, True)
 
@@ -300,7 +313,7 @@ def test_a_case_whose_peers_all_cannot_run_is_absent():
                 raise Unavailable("not installed")
 
     run = CaseRun("suite", 0, case(), "default", "cpu_ref", (), Effort(budget=1e9))
-    runner.measure([run], WithoutPeers({"ours": 1.0}), lambda line: None)
+    runner.measure([run], lambda suite: WithoutPeers({"ours": 1.0}), lambda line: None)
     assert run.rows() == [] and [(a.peer, a.reason) for a in run.absent] == [("peer", "not installed")]
 
 
