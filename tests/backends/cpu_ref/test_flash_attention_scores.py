@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hal import Rng, ops
 
-# Error relative to the largest element, as in test_flash_attention.py.
+# Error relative to the largest element, as in attention_oracle.py.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3, torch.float64: 1e-11}
 
 
