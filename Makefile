@@ -17,7 +17,8 @@ INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # Test files run in parallel, in one process per processor but at most eight (each needs about 1 GB). Waiting OpenMP
 # threads sleep instead of spinning, because other processes need the processor.
 WORKERS ?= auto
-TEST = OMP_WAIT_POLICY=passive $(1)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile
+PARALLEL = -n $(WORKERS) --maxprocesses 8
+TEST = OMP_WAIT_POLICY=passive $(1)/python -m pytest $(PARALLEL) --dist loadfile
 SIMULATED := tests/backends/npu tests/backends/cuda tests/benchmarks/npu
 # CI runs this share of the nightly tests, selected by the commit.
 SHARE ?= 0.1
@@ -93,7 +94,7 @@ test-opencl: $(READY)  ## examples/hal-opencl from its wheel beside a HAL wheel;
 	$(PYTHON) -m venv $(OPENCL)
 	$(OPENCL)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		"$$(echo build/opencl/torch_hal-*.whl)[train,test]" build/opencl/hal_opencl-*.whl
-	cd build/opencl && $(abspath $(OPENCL))/bin/pytest $(CURDIR)/examples/hal-opencl
+	cd build/opencl && OMP_WAIT_POLICY=passive $(abspath $(OPENCL))/bin/pytest $(PARALLEL) $(CURDIR)/examples/hal-opencl
 	$(OPENCL)/bin/python -m pip uninstall --quiet --yes hal-opencl
 	cd build/opencl && $(abspath $(OPENCL))/bin/python $(CURDIR)/examples/hal-opencl/tests/after_uninstalling.py
 
